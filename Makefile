@@ -1,0 +1,36 @@
+# `make demo` installs no training stack; the other targets install the developers' tools into the same .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+FOLDERS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
+
+.PHONY: demo test lint bench fuzz clean
+
+demo: .venv/installed-eval
+	$(BIN)/fleetpilot demo
+
+test: .venv/installed-dev
+	$(BIN)/pytest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	rm -rf build/typed && mkdir -p build/typed/fleetpilot
+	ln -s $(addprefix ../../../,$(wildcard src/fleetpilot/*) $(FOLDERS)) build/typed/fleetpilot/
+	$(BIN)/mypy
+
+bench: .venv/installed-dev
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+# Long random campaigns of every property test.
+fuzz: .venv/installed-dev
+	FLEETPILOT_FUZZ=1 $(BIN)/pytest -m hypothesis
+
+.venv/installed-%: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	touch $@
+
+clean:
+	rm -rf build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,232 @@
+"""Putting a fleet and a workload into a `State`: what happens before the first event."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetpilot.cluster.config import FleetConfig
+from fleetpilot.cluster.state import (
+    ENGINE,
+    MODE_CHUNKED,
+    MODE_PREFILL_FIRST,
+    NEVER,
+    NIL,
+    NODE,
+    ROW,
+    Capacity,
+    State,
+)
+from fleetpilot.fleet.profiles import HardwareProfile
+from fleetpilot.fleet.view import INSTANCE_VIEW, STATE_READY
+from fleetpilot.workloads.table import RequestTable
+
+_COPIED = (
+    "arrival_s",
+    "think_s",
+    "session",
+    "prompt_tokens",
+    "output_tokens",
+    "predicted_output_tokens",
+    "priority",
+    "slo_class",
+    "turn",
+    "prefix_node",
+    "own_node",
+)
+
+
+def engine_record(profile: HardwareProfile) -> NDArray[np.void]:
+    """One `ENGINE` record of a profile."""
+    engine = np.zeros((), ENGINE)
+    engine["cost"] = profile.cost_record()
+    engine["mode"] = MODE_CHUNKED if profile.scheduler == "chunked" else MODE_PREFILL_FIRST
+    for name in ("kv_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "watermark_blocks"):
+        engine[name] = getattr(profile, name)
+    engine["prefix_cache"] = profile.prefix_cache
+    engine["priority_order"] = profile.priority_order
+    engine["index_tokens"] = profile.kv_capacity_tokens
+    return engine
+
+
+def static_view(profile: HardwareProfile, slot: int) -> NDArray[np.void]:
+    """One `INSTANCE_VIEW` record with what is known before anything happens."""
+    view = np.zeros((), INSTANCE_VIEW)
+    view["slot"] = slot
+    view["candidate"] = 1
+    view["state"] = STATE_READY
+    view["kv_capacity_blocks"] = profile.kv_blocks
+    for name in (
+        "block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "prefill_s_per_token",
+        "decode_step_s",
+        "decode_s_per_seq",
+    ):
+        view[name] = getattr(profile, name)
+    view["poll_age_s"] = np.inf
+    return view
+
+
+def row_records(table: RequestTable) -> NDArray[np.void]:
+    """The table as `ROW` records, with each row's children linked."""
+    rows = np.zeros(len(table), ROW)
+    for name in _COPIED:
+        rows[name] = getattr(table, name)
+    rows["closed"] = ~np.isnan(table.think_s)
+    rows["first_child"] = NIL
+    rows["next_sibling"] = NIL
+    for child in np.flatnonzero(rows["closed"])[::-1]:
+        parent = table.parent[child]
+        rows["next_sibling"][child] = rows["first_child"][parent]
+        rows["first_child"][parent] = child
+    return rows
+
+
+def node_records(table: RequestTable) -> NDArray[np.void]:
+    """The prefix tree as `NODE` records."""
+    nodes = np.zeros(len(table.node_parent), NODE)
+    nodes["parent"] = table.node_parent
+    nodes["end_tokens"] = table.node_end_tokens
+    return nodes
+
+
+def check_fits(table: RequestTable, fleet: FleetConfig) -> None:
+    """Refuse a request that some instance of the fleet could never serve.
+
+    Raises:
+        ValueError: naming the row, its tokens and the instance's limit.
+    """
+    total = table.prompt_tokens.astype(np.int64) + table.output_tokens
+    if len(total) == 0:
+        return
+    row = int(np.argmax(total))
+    for profile in dict.fromkeys(fleet.profiles):
+        limits = {
+            "KV capacity": (profile.kv_blocks - profile.watermark_blocks) * profile.block_size,
+            "max_model_len": profile.max_model_len,
+        }
+        if profile.scheduler == "prefill_first":
+            limits["max_num_batched_tokens"] = profile.max_num_batched_tokens
+        for name, limit in limits.items():
+            if total[row] > limit:
+                raise ValueError(
+                    f"request {row}: prompt_tokens + output_tokens = {total[row]}: expected at most {limit}, "
+                    f"the {name} in tokens of {profile.name}"
+                )
+
+
+def capacity_for(
+    fleets: list[FleetConfig],
+    rows: int,
+    slots: int,
+    nodes: int,
+    closed_rows: int,
+    **sizes: int | bool,
+) -> Capacity:
+    """The sizes of a state that holds any of these fleets in each of its environments."""
+    profiles = [profile for fleet in fleets for profile in fleet.profiles]
+    return Capacity(
+        environments=len(fleets),
+        instances=max(len(fleet.profiles) for fleet in fleets),
+        rows=rows,
+        slots=slots,
+        nodes=nodes,
+        max_num_seqs=max(p.max_num_seqs for p in profiles),
+        max_block_size=max(p.block_size for p in profiles),
+        polls=max(fleet.telemetry.polls_in_flight for fleet in fleets),
+        closed_rows=closed_rows,
+        classes=max(len(fleet.slo_classes) for fleet in fleets),
+        **sizes,  # type: ignore[arg-type]
+    )
+
+
+def load_fleet(state: State, size: Capacity, e: int, fleet: FleetConfig, engines: NDArray[np.void] | None = None) -> None:
+    """Set environment `e` up with idle instances and no requests; `engines` replaces the profiles' own constants."""
+    n = len(fleet.profiles)
+    first = e * size.instances
+    these = slice(first, first + n)
+    g = np.arange(first, first + n)
+    if engines is None:
+        engines = np.array([engine_record(p) for p in fleet.profiles])
+    state.engine[these] = engines
+    instance = state.instance[these]
+    instance[...] = np.zeros((), instance.dtype)
+    instance["env"] = e
+    instance["batch0"] = g * size.max_num_seqs
+    instance["residues0"] = g * size.max_block_size
+    instance["residency0"] = g * size.nodes
+    instance["node0"] = e * size.nodes
+    instance["poll0"] = g * size.polls
+    instance["polls"] = size.polls
+    for name in ("prefilling", "head", "tail", "lru_head", "lru_tail", "unstarted_head", "unstarted_tail", "index_head", "index_tail"):
+        instance[name] = NIL
+    instance["first_finish_step"] = NEVER
+    instance["free_blocks"] = engines["kv_blocks"]
+    instance["jitter"] = 1.0
+    instance["last_decode_s"] = -1.0
+    state.next_boundary["time_s"][first : first + size.instances] = np.inf
+    state.residues[first * size.max_block_size : (first + n) * size.max_block_size] = np.zeros((), state.residues.dtype)
+    nodes = slice(first * size.nodes, (first + n) * size.nodes)
+    state.residency[nodes] = np.zeros((), state.residency.dtype)
+    state.indexed[nodes] = np.zeros((), state.indexed.dtype)
+    state.view_instance[first : first + size.instances] = np.zeros((), INSTANCE_VIEW)
+    for i, profile in enumerate(fleet.profiles):
+        state.view_instance[first + i] = static_view(profile, i)
+
+
+def load_env(state: State, size: Capacity, e: int, fleet: FleetConfig, *, seed: int, leap: bool, stop_s: float) -> None:
+    """Set the environment's own record: configuration, no requests, all slots free."""
+    env = state.env[e : e + 1]
+    env[...] = np.zeros((), env.dtype)
+    env["instances"] = len(fleet.profiles)
+    env["instance0"] = e * size.instances
+    env["row0"] = e * size.rows
+    env["slot0"] = e * size.slots
+    env["slots"] = size.slots
+    env["node0"] = e * size.nodes
+    env["released0"] = e * size.closed_rows
+    env["deadline0"] = e * size.rows
+    env["target0"] = e * size.classes
+    env["next_hold_s"] = np.inf
+    env["decision_slot"] = NIL
+    env["seed"] = np.uint64(seed)
+    env["leap"] = leap
+    env["stop_s"] = stop_s
+    env["hold_interval_s"] = fleet.hold_interval_s
+    env["max_hold_s"] = fleet.max_hold_s
+    env["poll_interval_s"] = fleet.telemetry.poll_interval_s
+    env["poll_delay_s"] = fleet.telemetry.poll_delay_s
+    env["engine_reported"] = fleet.telemetry.engine_reported
+    env["sample_interval_s"] = np.inf
+    env["track_targets"] = size.track_targets
+    env["matched_dirty"] = 1
+    env["classes"] = len(fleet.slo_classes)
+    for k, slo in enumerate(fleet.slo_classes):
+        state.target[e * size.classes + k] = (slo.ttft_s, slo.ttft_s_per_prompt_token, slo.tpot_s)
+    free_slots(state, size, e, 0)
+    state.view_request[e] = np.zeros((), state.view_request.dtype)
+    state.view_fleet[e] = np.zeros((), state.view_fleet.dtype)
+
+
+def free_slots(state: State, size: Capacity, e: int, start: int) -> None:
+    """Chain the environment's slots from its `start`-th on in front of its free list."""
+    first = e * size.slots + start
+    last = (e + 1) * size.slots
+    slots = state.slot[first:last]
+    slots["next"] = np.arange(first + 1, last + 1)
+    slots["next"][-1] = state.env["free_slot"][e] if start else NIL
+    slots["row"] = NIL
+    state.env["free_slot"][e] = first
+
+
+def load_rows(state: State, size: Capacity, e: int, rows: NDArray[np.void], nodes: NDArray[np.void]) -> None:
+    """The requests of an episode, and the prefix tree that they share."""
+    state.row[e * size.rows : e * size.rows + len(rows)] = rows
+    state.node[e * size.nodes : e * size.nodes + len(nodes)] = nodes
+    env = state.env
+    env["rows"][e] = len(rows)
+    env["cursor"][e] = 0
+    env["nodes"][e] = len(nodes)
+    env["closed_loop"][e] = bool(rows["closed"].any())

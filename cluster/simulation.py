@@ -1,0 +1,357 @@
+"""One cluster, one workload, one policy: `simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numba.core import config
+from numpy.typing import NDArray
+
+from fleetpilot.cluster import kernel, loading
+from fleetpilot.cluster.config import FleetConfig
+from fleetpilot.cluster.memory import handle
+from fleetpilot.cluster.state import (
+    CUT,
+    ENDED,
+    ITL_BINS,
+    ITL_BINS_PER_OCTAVE,
+    ITL_LOWEST_EXPONENT,
+    NEED_DECISION,
+    NEED_FLUSH,
+    NEED_ROWS,
+    NEED_SLOTS,
+    NEVER_ARRIVED,
+    REQUEST_LOG,
+    SAMPLE,
+    STUCK,
+    Capacity,
+    State,
+    allocate,
+    as_records,
+)
+from fleetpilot.fleet.policy import CompiledPolicy, Policy
+from fleetpilot.fleet.view import FleetView
+from fleetpilot.workloads.table import RequestTable
+
+Progress = Callable[[float, int], None]
+"""``progress(simulated seconds, requests ended)``."""
+
+INSTANCE_LOG = np.dtype(
+    [
+        ("busy_s", "f8"),
+        ("alive_s", "f8"),
+        ("iterations", "i8"),
+        ("decode_steps", "i8"),
+        ("preemptions", "i8"),
+        ("prefix_queries_tokens", "i8"),
+        ("prefix_hits_tokens", "i8"),
+        ("dispatched", "i8"),
+        ("kv_blocks", "i8"),
+        ("block_size", "i8"),
+    ]
+)
+
+_LOG_PART = 65_536
+_FIRST_SLOTS = 4_096
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """What happened in a run.
+
+    Attributes:
+        requests: (n,) `REQUEST_LOG` records by row; one per row of the table.
+        samples: (k * N,) `SAMPLE` records, all instances at each sampling time.
+        itl_edges_s: (m + 1,) edges of the histogram of gaps between tokens.
+        itl_counts: (m,) gaps in each bin, pooled over all requests.
+        instances: (N,) `INSTANCE_LOG` records.
+        end_s: time of the last event.
+        decisions: dispatches.
+        forced: dispatches that the policy did not choose (held too long, or an illegal choice).
+        invalid: illegal choices.
+        held_s: sum over requests of the time between arrival and dispatch.
+        meta: the run's configuration, JSON-serialisable.
+    """
+
+    requests: NDArray[np.void]
+    samples: NDArray[np.void]
+    itl_edges_s: NDArray[np.float64]
+    itl_counts: NDArray[np.int64]
+    instances: NDArray[np.void]
+    end_s: float
+    decisions: int
+    forced: int
+    invalid: int
+    held_s: float
+    meta: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def itl(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Edges and counts of the histogram of gaps between tokens."""
+        return self.itl_edges_s, self.itl_counts
+
+
+def simulate(
+    table: RequestTable,
+    fleet: FleetConfig,
+    policy: Policy,
+    seed: int = 0,
+    *,
+    sample_interval_s: float | None = 1.0,
+    stop_s: float | None = None,
+    leap: bool = True,
+    progress: Progress | None = None,
+) -> RunLog:
+    """Run a workload on a fleet under a policy until every request has ended.
+
+    Args:
+        table: the requests.
+        fleet: instances and dispatcher.
+        policy: asked for every dispatch; reset first.
+        seed: of the policy's tie breaks and of jitter. Arrivals and lengths are the table's and do not depend on it.
+        sample_interval_s: time between instance samples; None for none.
+        stop_s: end the run at this time; requests still in the system are logged as cut.
+        leap: False steps one iteration per event (same results, slower; for tests).
+        progress: called now and then.
+
+    Raises:
+        ValueError: if a request cannot be served by some instance, or a parameter is out of range.
+    """
+    run = _Run(fleet, policy, seed, sample_interval_s, stop_s, leap)
+    loading.check_fits(table, fleet)
+    run.allocate(len(table), table)
+    ended = [run.flush_log() for _ in run.parts(iter(()), progress)]
+    requests = np.concatenate([*ended, run.flush_log()])
+    return run.result(_complete(requests, table), table.name)
+
+
+def simulate_stream(
+    parts: Iterable[RequestTable],
+    fleet: FleetConfig,
+    policy: Policy,
+    seed: int = 0,
+    *,
+    on_ended: Callable[[NDArray[np.void]], None],
+    sample_interval_s: float | None = None,
+    progress: Progress | None = None,
+) -> RunLog:
+    """Run a workload that comes in consecutive parts (`workloads.split`, `workloads.stream`) in bounded memory.
+
+    Args:
+        parts: open-loop tables without shared prefixes, later parts later in time.
+        on_ended: gets `REQUEST_LOG` records of requests that ended, in order of their end per instance; `row` counts over all parts.
+        fleet, policy, seed, sample_interval_s, progress: as for `simulate`.
+
+    Returns:
+        The run, with no requests in it.
+    """
+    run = _Run(fleet, policy, seed, sample_interval_s, None, True)
+    source = iter(parts)
+    first = next(source, None)
+    if first is None:
+        raise ValueError("parts: got none, expected at least one table")
+    run.check_part(first)
+    run.allocate(len(first), first, more=True)
+    for _ in run.parts(source, progress):
+        on_ended(run.flush_log())
+    on_ended(run.flush_log())
+    return run.result(np.empty(0, REQUEST_LOG), first.name)
+
+
+class _Run:
+    """A state for one environment, and what its kernel asks for while it runs."""
+
+    def __init__(
+        self,
+        fleet: FleetConfig,
+        policy: Policy,
+        seed: int,
+        sample_interval_s: float | None,
+        stop_s: float | None,
+        leap: bool,
+    ):
+        if sample_interval_s is not None and not (np.isfinite(sample_interval_s) and sample_interval_s > 0):
+            raise ValueError(f"sample_interval_s = {sample_interval_s!r}: expected a finite time > 0 or None")
+        if stop_s is not None and not (np.isfinite(stop_s) and stop_s > 0):
+            raise ValueError(f"stop_s = {stop_s!r}: expected a finite time > 0 or None")
+        if seed < 0:
+            raise ValueError(f"seed = {seed}: expected >= 0")
+        self.fleet = fleet
+        self.policy = policy
+        self.seed = seed
+        self.sample_interval_s = sample_interval_s
+        self.stop_s = stop_s
+        self.leap = leap
+        self.samples: list[NDArray[np.void]] = []
+        self.ended = 0
+        self.state: State
+        self.handle: Any
+        self.views: tuple[NDArray[np.void], ...]
+        self.size: Capacity
+
+    def allocate(self, rows: int, table: RequestTable, *, more: bool = False) -> None:
+        """Make the state and load the first requests."""
+        records = loading.row_records(table)
+        nodes = loading.node_records(table)
+        slots = max(1, min(rows, _FIRST_SLOTS))
+        self.size = loading.capacity_for(
+            [self.fleet],
+            rows=max(rows, 1),
+            slots=slots,
+            nodes=len(nodes),
+            closed_rows=int(records["closed"].sum()),
+            log=max(_LOG_PART, 2 * slots),
+            samples=0 if self.sample_interval_s is None else max(_LOG_PART, len(self.fleet.profiles)),
+            itl=True,
+        )
+        self._use(allocate(self.size))
+        loading.load_fleet(self.state, self.size, 0, self.fleet)
+        stop_s = np.inf if self.stop_s is None else self.stop_s
+        loading.load_env(self.state, self.size, 0, self.fleet, seed=self.seed, leap=self.leap, stop_s=stop_s)
+        loading.load_rows(self.state, self.size, 0, records, nodes)
+        env = self.state.env
+        env["track_log"] = 1
+        env["more_rows"] = more
+        if self.sample_interval_s is not None:
+            env["sample_interval_s"] = self.sample_interval_s
+        self.policy.reset(1, self.seed)
+
+    def _use(self, state: State) -> None:
+        self.state = state
+        self.handle = handle(state)
+        views = as_records(state) if config.DISABLE_JIT else state
+        self.views = (views.view_instance, views.view_request, views.view_fleet)
+
+    def check_part(self, table: RequestTable) -> None:
+        """A part of a stream must not refer to other parts."""
+        if len(table.node_parent) or np.any(table.parent >= 0):
+            raise ValueError(f"{table.name}: expected parts without sessions and shared prefixes")
+        loading.check_fits(table, self.fleet)
+
+    def parts(self, source: Iterator[RequestTable], progress: Progress | None) -> Iterator[None]:
+        """Run to the end; yields whenever the log must be flushed."""
+        while True:
+            status = self._advance()
+            if progress is not None:
+                progress(float(self.state.env["time_s"][0]), self.ended + int(self.state.counts["log"][0]))
+            if status == NEED_FLUSH:
+                self._flush_samples()
+                yield
+            elif status == NEED_SLOTS:
+                self._grow_slots()
+            elif status == NEED_ROWS:
+                self._load_part(next(source, None))
+            elif status == STUCK:
+                raise RuntimeError(f"{int(self.state.env['active'][0])} requests are in the system and no event is due")
+            elif status == ENDED:
+                kernel.cut(self.handle, 0)
+                self._flush_samples()
+                return
+
+    def _advance(self) -> int:
+        """Let the kernel run until it needs more than a decision."""
+        if isinstance(self.policy, CompiledPolicy):
+            return int(kernel.run(self.handle, 0, self.policy.choose, *self.views))
+        while True:
+            status = int(kernel.advance(self.handle, 0))
+            if status != NEED_DECISION:
+                return status
+            instances, request, fleet = (array.copy() for array in self.views)
+            decision = self.policy.decide(FleetView(instances.reshape(1, -1), request, fleet))
+            kernel.apply(self.handle, 0, int(decision.choice[0]))
+
+    def _flush_samples(self) -> None:
+        self.samples.append(self.state.sample[: self.state.counts["samples"][0]].copy())
+        self.state.counts["samples"] = 0
+
+    def flush_log(self) -> NDArray[np.void]:
+        """The requests that ended since the last flush."""
+        ended = self.state.log[: self.state.counts["log"][0]].copy()
+        self.ended += len(ended)
+        self.state.counts["log"] = 0
+        return ended
+
+    def _grow_slots(self) -> None:
+        """Twice as many requests may be in the system at a time."""
+        old = self.size.slots
+        self.size = Capacity(**{**vars(self.size), "slots": 2 * old, "log": max(self.size.log, 4 * old)})
+        slots = np.concatenate([self.state.slot, np.zeros(old, self.state.slot.dtype)])
+        log = self.state.log
+        if len(log) < self.size.log:
+            log = np.concatenate([log, np.zeros(self.size.log - len(log), log.dtype)])
+        self.state.counts["log_size"] = len(log)
+        self._use(self.state._replace(slot=slots, log=log))
+        self.state.env["slots"] = self.size.slots
+        loading.free_slots(self.state, self.size, 0, old)
+
+    def _load_part(self, table: RequestTable | None) -> None:
+        env = self.state.env
+        if table is None:
+            env["more_rows"] = 0
+            return
+        self.check_part(table)
+        if len(table) > self.size.rows:
+            self.size = Capacity(**{**vars(self.size), "rows": len(table)})
+            self._use(self.state._replace(row=np.zeros(len(table), self.state.row.dtype)))
+        env["row_base"] += env["rows"][0]
+        loading.load_rows(self.state, self.size, 0, loading.row_records(table), loading.node_records(table))
+
+    def result(self, requests: NDArray[np.void], workload: str) -> RunLog:
+        """The log of the run."""
+        env = self.state.env[0]
+        instance = self.state.instance
+        instances = np.zeros(len(instance), INSTANCE_LOG)
+        for name in INSTANCE_LOG.names or ():
+            if name in instance.dtype.names:
+                instances[name] = instance[name]
+        instances["kv_blocks"] = self.state.engine["kv_blocks"]
+        instances["block_size"] = self.state.engine["block_size"]
+        end_s = float(env["time_s"])
+        if len(requests):
+            end_s = max(end_s, float(np.nanmax(requests["finish_s"], initial=0.0)))
+        instances["alive_s"] = end_s
+        return RunLog(
+            requests=requests,
+            samples=np.concatenate(self.samples) if self.samples else np.empty(0, SAMPLE),
+            itl_edges_s=itl_edges_s(),
+            itl_counts=self.state.itl["count"].copy(),
+            instances=instances,
+            end_s=end_s,
+            decisions=int(env["decisions"]),
+            forced=int(env["forced"]),
+            invalid=int(env["invalid"]),
+            held_s=float(env["held_s"]),
+            meta={
+                "workload": workload,
+                "policy": self.policy.name,
+                "seed": self.seed,
+                "instances": [profile.name for profile in self.fleet.profiles],
+                "poll_interval_s": self.fleet.telemetry.poll_interval_s,
+                "poll_delay_s": self.fleet.telemetry.poll_delay_s,
+                "engine_reported": self.fleet.telemetry.engine_reported,
+                "stop_s": self.stop_s,
+            },
+        )
+
+
+def itl_edges_s() -> NDArray[np.float64]:
+    """(ITL_BINS + 1,) edges of the gap histogram in seconds."""
+    octave, part = np.divmod(np.arange(ITL_BINS + 1), ITL_BINS_PER_OCTAVE)
+    return np.ldexp(0.5 + 0.5 * part / ITL_BINS_PER_OCTAVE, octave + ITL_LOWEST_EXPONENT)
+
+
+def _complete(ended: NDArray[np.void], table: RequestTable) -> NDArray[np.void]:
+    """One record per row of the table, in its order; rows that never arrived say so."""
+    requests = np.zeros(len(table), REQUEST_LOG)
+    requests["row"] = np.arange(len(table))
+    requests["status"] = np.where(np.isnan(table.arrival_s), NEVER_ARRIVED, CUT)
+    requests["instance"] = -1
+    for name in ("dispatch_s", "admitted_s", "first_token_s", "finish_s"):
+        requests[name] = np.nan
+    for name in ("arrival_s", "prompt_tokens", "output_tokens", "predicted_output_tokens", "priority", "slo_class"):
+        requests[name] = getattr(table, name)
+    requests[ended["row"]] = ended
+    return requests

@@ -1,0 +1,459 @@
+"""The arrays that hold a batch of clusters: shapes, units, allocation.
+
+Everything is one-dimensional and global over the batch: with ``E`` environments of at most ``N`` instances, instance ``i`` of environment
+``e`` is ``g = e * N + i``; slot, row and node indices are laid out the same way. So kernels pass one index, and the whole state can
+be copied, saved and restored as plain arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetpilot.fleet.cost_model import COST
+from fleetpilot.fleet.view import FLEET_VIEW, INSTANCE_VIEW, REQUEST_VIEW
+
+NIL = -1
+NEVER = np.iinfo(np.int64).max
+
+MODE_CHUNKED, MODE_PREFILL_FIRST = range(2)
+IDLE, DECODE, MIXED = range(3)
+"""What an instance is doing: nothing, iterations of decodes alone (a leap), one iteration with prefill in it."""
+
+NEED_DECISION, NEED_ROWS, NEED_SLOTS, NEED_FLUSH, ENDED, STUCK = range(6)
+"""Why `advance` returned."""
+
+FINISHED, FAILED, REJECTED, CUT, NEVER_ARRIVED = range(5)
+"""Status of a request in the log."""
+
+ROW = np.dtype(  # one row of a RequestTable, as the kernel reads it
+    [
+        ("arrival_s", "f8"),
+        ("think_s", "f8"),
+        ("session", "i8"),
+        ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"),
+        ("predicted_output_tokens", "f4"),
+        ("priority", "i4"),
+        ("slo_class", "i4"),
+        ("turn", "i4"),
+        ("prefix_node", "i4"),
+        ("own_node", "i4"),
+        ("first_child", "i4"),  # first row released by this one's last token
+        ("next_sibling", "i4"),
+        ("closed", "i4"),  # 1: released by its parent
+    ],
+    align=True,
+)
+
+NODE = np.dtype([("parent", "i4"), ("end_tokens", "i8")], align=True)
+
+SLOT = np.dtype(  # a request between its arrival and its end
+    [
+        ("row", "i8"),
+        ("arrival_s", "f8"),
+        ("dispatch_s", "f8"),
+        ("admitted_s", "f8"),
+        ("first_token_s", "f8"),
+        ("joined_s", "f8"),  # last token before the request (re)joined the decodes
+        ("preempted_s", "f8"),  # NaN unless preempted and not yet prefilled again
+        ("preempted_step_s", "f8"),  # the decode step it had then
+        ("preemption_loss_s", "f8"),
+        ("predicted_output_tokens", "f8"),
+        ("indexed_match_tokens", "f8"),  # what the prefix index said at dispatch
+        ("ttft_target_s", "f8"),
+        ("tpot_target_s", "f8"),
+        ("generated", "i8"),  # while decoding: generated - steps_done of its instance
+        ("next", "i8"),  # waiting queue, held queue, prefilling list or free list
+        ("previous", "i8"),
+        ("unstarted_next", "i8"),  # in dispatch order on its instance
+        ("unstarted_previous", "i8"),
+        ("lru_next", "i8"),
+        ("lru_previous", "i8"),
+        ("session", "i8"),
+        ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"),
+        ("priority", "i4"),
+        ("slo_class", "i4"),
+        ("turn", "i4"),
+        ("prefix_node", "i4"),
+        ("own_node", "i4"),
+        ("first_child", "i4"),
+        ("instance", "i4"),  # global
+        ("prefill_tokens", "i4"),  # L: tokens to hold before the next token can be sampled
+        ("computed_tokens", "i4"),  # while prefilling
+        ("chunk_tokens", "i4"),  # prefilled in this iteration
+        ("held_blocks", "i4"),  # while prefilling
+        ("node_blocks", "i4"),  # of those it holds, the ones that belong to nodes
+        ("resident_blocks", "i4"),  # preempted: private tail still in memory
+        ("dead_blocks", "i4"),  # blocks behind it in the free list that nobody can match
+        ("cached_tokens", "i4"),
+        ("preemptions", "i4"),
+        ("started", "i4"),
+        ("missed", "i4"),  # 1: has missed a target
+    ],
+    align=True,
+)
+
+BATCH_ENTRY = np.dtype([("finish_step", "i8"), ("slot", "i8")], align=True)
+
+RESIDENCY = np.dtype(  # of one node on one instance
+    [
+        ("next", "i4"),
+        ("previous", "i4"),
+        ("blocks", "i4"),
+        ("dead_blocks", "i4"),
+        ("pins", "i4"),
+    ],
+    align=True,
+)
+
+INDEXED = np.dtype([("next", "i4"), ("previous", "i4"), ("present", "i4")], align=True)
+"""One node in one instance's prefix index (fleet/prefix_index.py)."""
+
+ENGINE = np.dtype(  # one instance's configuration
+    [
+        ("cost", COST),
+        ("mode", "i8"),
+        ("kv_blocks", "i8"),
+        ("block_size", "i8"),
+        ("max_num_seqs", "i8"),
+        ("max_num_batched_tokens", "i8"),
+        ("watermark_blocks", "i8"),
+        ("prefix_cache", "i8"),
+        ("priority_order", "i8"),
+        ("index_tokens", "i8"),  # bound of the dispatcher's prefix index for it
+    ],
+    align=True,
+)
+
+INSTANCE = np.dtype(
+    [
+        # where its parts of the other arrays begin
+        ("env", "i8"),
+        ("batch0", "i8"),
+        ("residues0", "i8"),
+        ("residency0", "i8"),
+        ("node0", "i8"),
+        ("poll0", "i8"),
+        ("polls", "i8"),
+        # the iteration, or the leap, in progress
+        ("doing", "i8"),
+        ("anchor_s", "f8"),
+        ("base_s", "f8"),
+        ("kv_tokens", "f8"),  # read by the first iteration since the anchor
+        ("decodes_in_leap", "i8"),
+        ("steps", "i8"),  # iterations since the anchor that are accounted for
+        ("planned", "i8"),  # iterations since the anchor at the next boundary
+        ("jitter", "f8"),
+        # the batch
+        ("in_batch", "i8"),
+        ("decodes", "i8"),
+        ("steps_done", "i8"),  # decode steps since the start
+        ("decode_tokens", "i8"),  # sum of prompt + generated over the decodes
+        ("first_finish_step", "i8"),
+        ("prefilling", "i8"),  # list of slots prefilled in this iteration
+        ("changed", "i8"),
+        ("preempted", "i8"),  # the last boundary preempted
+        ("sitting_out", "i8"),  # position in the batch from which on requests miss this iteration
+        # the waiting queue
+        ("head", "i8"),
+        ("tail", "i8"),
+        ("waiting", "i8"),
+        ("waiting_blocks", "i8"),
+        # KV blocks
+        ("free_blocks", "i8"),  # hold nothing
+        ("lru_blocks", "i8"),  # unpinned, in the list below
+        ("lru_head", "i8"),
+        ("lru_tail", "i8"),
+        # the dispatcher's knowledge of it
+        ("unstarted_head", "i8"),
+        ("unstarted_tail", "i8"),
+        ("streamed_tokens", "i8"),
+        ("next_poll", "i8"),
+        ("index_head", "i8"),
+        ("index_tail", "i8"),
+        # counters
+        ("last_decode_s", "f8"),  # end of the last decode step
+        ("last_step_s", "f8"),  # the duration of the iteration that held it
+        ("busy_s", "f8"),
+        ("iterations", "i8"),
+        ("decode_steps", "i8"),
+        ("preemptions", "i8"),
+        ("prefix_queries_tokens", "i8"),
+        ("prefix_hits_tokens", "i8"),
+        ("dispatched", "i8"),
+        # costs since the start, for rewards
+        ("unstarted_area_s", "f8"),
+        ("unstarted_since_s", "f8"),
+        ("preemption_loss_s", "f8"),
+        ("misses", "i8"),
+        ("finished", "i8"),
+        ("generated_tokens", "i8"),
+    ],
+    align=True,
+)
+
+POLL = np.dtype(
+    [
+        ("running", "i4"),
+        ("waiting", "i4"),
+        ("used_blocks", "i4"),
+        ("preemptions", "i4"),
+        ("prefix_queries_tokens", "i8"),
+        ("prefix_hits_tokens", "i8"),
+    ],
+    align=True,
+)
+
+ENV = np.dtype(
+    [
+        ("time_s", "f8"),
+        # where its parts of the other arrays begin
+        ("instances", "i8"),
+        ("instance0", "i8"),
+        ("row0", "i8"),
+        ("slot0", "i8"),
+        ("slots", "i8"),
+        ("node0", "i8"),
+        ("released0", "i8"),
+        ("deadline0", "i8"),
+        ("target0", "i8"),
+        # requests to come
+        ("rows", "i8"),
+        ("cursor", "i8"),
+        ("row_base", "i8"),  # number of the first row in memory
+        ("more_rows", "i8"),  # 1: ask for more instead of ending
+        ("released", "i8"),  # entries in the heap of released turns
+        ("closed_loop", "i8"),
+        ("nodes", "i8"),
+        ("free_slot", "i8"),
+        ("active", "i8"),
+        # the decision
+        ("decision_slot", "i8"),
+        ("decision_held", "i8"),  # 1: it is the head of the held queue
+        ("held_head", "i8"),
+        ("held_tail", "i8"),
+        ("held", "i8"),
+        ("next_hold_s", "f8"),
+        ("matched_dirty", "i8"),
+        ("decisions", "i8"),
+        ("asked", "i8"),
+        ("forced", "i8"),
+        ("invalid", "i8"),
+        ("held_s", "f8"),
+        ("held_area_s", "f8"),
+        ("held_since_s", "f8"),
+        ("deadlines", "i8"),  # entries in the heap of first-token targets
+        ("held_misses", "i8"),
+        # configuration
+        ("seed", "u8"),
+        ("leap", "i8"),
+        ("stop_s", "f8"),
+        ("hold_interval_s", "f8"),
+        ("max_hold_s", "f8"),
+        ("poll_interval_s", "f8"),
+        ("poll_delay_s", "f8"),
+        ("engine_reported", "i8"),
+        ("sample_interval_s", "f8"),  # inf: no samples
+        ("next_sample", "i8"),
+        ("track_log", "i8"),
+        ("track_targets", "i8"),
+        ("classes", "i8"),
+    ],
+    align=True,
+)
+
+TIMED = np.dtype([("time_s", "f8"), ("item", "i8"), ("row", "i8")], align=True)
+
+TARGET = np.dtype([("ttft_s", "f8"), ("ttft_s_per_token", "f8"), ("tpot_s", "f8")], align=True)
+
+REQUEST_LOG = np.dtype(
+    [
+        ("row", "i8"),
+        ("status", "i1"),
+        ("instance", "i4"),
+        ("arrival_s", "f8"),
+        ("dispatch_s", "f8"),
+        ("admitted_s", "f8"),
+        ("first_token_s", "f8"),
+        ("finish_s", "f8"),
+        ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"),
+        ("generated", "i4"),
+        ("predicted_output_tokens", "f4"),
+        ("priority", "i4"),
+        ("slo_class", "i4"),
+        ("preemptions", "i4"),
+        ("preemption_loss_s", "f8"),
+        ("cached_tokens", "i4"),
+    ],
+    align=True,
+)
+
+SAMPLE = np.dtype(
+    [
+        ("time_s", "f8"),
+        ("instance", "i4"),
+        ("running", "i4"),
+        ("waiting", "i4"),
+        ("used_blocks", "i4"),
+        ("free_blocks", "i4"),
+        ("head_demand_blocks", "i4"),
+    ],
+    align=True,
+)
+
+ITL_OCTAVES = 32
+ITL_BINS_PER_OCTAVE = 64
+ITL_LOWEST_EXPONENT = -19
+ITL_BINS = ITL_OCTAVES * ITL_BINS_PER_OCTAVE
+
+
+NEXT_BOUNDARY = np.dtype([("time_s", "f8")])
+RESIDUE = np.dtype([("decodes", "i4")])
+GAPS = np.dtype([("count", "i8")])
+
+COUNTS = np.dtype(
+    [
+        ("log", "i8"),  # entries in the log
+        ("log_size", "i8"),
+        ("samples", "i8"),
+        ("samples_size", "i8"),
+        ("itl_bins", "i8"),  # 0: gaps are not counted
+    ]
+)
+
+
+class State(NamedTuple):
+    """All arrays of a batch of clusters. `E` environments, `N` instances each, `R` rows, `S` slots, `M` nodes."""
+
+    env: NDArray[np.void]  # (E,) ENV
+    row: NDArray[np.void]  # (E * R,) ROW
+    node: NDArray[np.void]  # (E * M,) NODE
+    slot: NDArray[np.void]  # (E * S,) SLOT
+    engine: NDArray[np.void]  # (E * N,) ENGINE
+    instance: NDArray[np.void]  # (E * N,) INSTANCE
+    next_boundary: NDArray[np.void]  # (E * N,) NEXT_BOUNDARY, inf when idle
+    batch: NDArray[np.void]  # (E * N * max_num_seqs,) BATCH_ENTRY
+    residues: NDArray[np.void]  # (E * N * max block size,) RESIDUE: decodes by (computed - steps_done) mod block_size
+    residency: NDArray[np.void]  # (E * N * M,) RESIDENCY
+    indexed: NDArray[np.void]  # (E * N * M,) INDEXED
+    poll: NDArray[np.void]  # (E * N * polls,) POLL, a ring
+    released: NDArray[np.void]  # (E * closed rows,) TIMED heap
+    deadline: NDArray[np.void]  # (E * R,) TIMED heap
+    target: NDArray[np.void]  # (E * classes,) TARGET
+    view_instance: NDArray[np.void]  # (E * N,) INSTANCE_VIEW
+    view_request: NDArray[np.void]  # (E,) REQUEST_VIEW
+    view_fleet: NDArray[np.void]  # (E,) FLEET_VIEW
+    log: NDArray[np.void]  # REQUEST_LOG of ended requests (single runs)
+    sample: NDArray[np.void]  # SAMPLE (single runs)
+    counts: NDArray[np.void]  # (1,) COUNTS
+    itl: NDArray[np.void]  # (ITL_BINS,) GAPS: histogram of gaps between tokens (single runs), or empty
+
+
+ARRAY_DTYPES: dict[str, np.dtype[np.void]] = {
+    "env": ENV,
+    "row": ROW,
+    "node": NODE,
+    "slot": SLOT,
+    "engine": ENGINE,
+    "instance": INSTANCE,
+    "next_boundary": NEXT_BOUNDARY,
+    "batch": BATCH_ENTRY,
+    "residues": RESIDUE,
+    "residency": RESIDENCY,
+    "indexed": INDEXED,
+    "poll": POLL,
+    "released": TIMED,
+    "deadline": TIMED,
+    "target": TARGET,
+    "view_instance": INSTANCE_VIEW,
+    "view_request": REQUEST_VIEW,
+    "view_fleet": FLEET_VIEW,
+    "log": REQUEST_LOG,
+    "sample": SAMPLE,
+    "counts": COUNTS,
+    "itl": GAPS,
+}
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Sizes of a `State`."""
+
+    environments: int
+    instances: int
+    rows: int
+    slots: int
+    nodes: int
+    max_num_seqs: int
+    max_block_size: int
+    polls: int
+    closed_rows: int
+    classes: int
+    log: int = 0
+    samples: int = 0
+    itl: bool = False
+    track_targets: bool = False
+
+
+def allocate(size: Capacity) -> State:
+    """A state of zeros."""
+    e = size.environments
+    g = e * size.instances
+    lengths = {
+        "env": e,
+        "row": e * size.rows,
+        "node": e * size.nodes,
+        "slot": e * size.slots,
+        "engine": g,
+        "instance": g,
+        "next_boundary": g,
+        "batch": g * size.max_num_seqs,
+        "residues": g * size.max_block_size,
+        "residency": g * size.nodes,
+        "indexed": g * size.nodes,
+        "poll": g * size.polls,
+        "released": e * size.closed_rows,
+        "deadline": e * size.rows if size.track_targets else 0,
+        "target": e * size.classes,
+        "view_instance": g,
+        "view_request": e,
+        "view_fleet": e,
+        "log": size.log,
+        "sample": size.samples,
+        "counts": 1,
+        "itl": ITL_BINS if size.itl else 0,
+    }
+    state = State(**{name: np.zeros(lengths[name], dtype) for name, dtype in ARRAY_DTYPES.items()})
+    state.counts["log_size"] = size.log
+    state.counts["samples_size"] = size.samples
+    state.counts["itl_bins"] = len(state.itl)
+    return state
+
+
+def copy_state(state: State) -> State:
+    """A deep copy: what `save` keeps."""
+    return State(*(array.copy() for array in state))
+
+
+def restore_state(state: State, saved: State) -> None:
+    """Write a saved copy back into the same arrays.
+
+    Raises:
+        ValueError: if the copy has other sizes.
+    """
+    for name, array, source in zip(State._fields, state, saved, strict=True):
+        if array.shape != source.shape:
+            raise ValueError(f"{name}: saved with shape {source.shape}, expected {array.shape}")
+        array[...] = source
+
+
+def as_records(state: State) -> State:
+    """The same memory with attribute access to fields in plain Python (for running the kernels uncompiled)."""
+    views: list[Any] = [a.view(np.recarray) if a.dtype.names else a for a in state]
+    return State(*views)

@@ -1,0 +1,208 @@
+"""What the dispatcher can see of an instance: progress by now, polls as old as they are, the ledger, the view of a decision."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fleetpilot.cluster.kv_cache import available_blocks, blocks_for, decode_demand
+from fleetpilot.cluster.state import DECODE, ITL_BINS, ITL_BINS_PER_OCTAVE, ITL_LOWEST_EXPONENT, NIL
+from fleetpilot.fleet import prefix_index
+from fleetpilot.fleet.cost_model import leap_end_s
+from fleetpilot.cluster.memory import indexed_array, node_array, counts_at, engine_at, env_at, instance_at, itl_at, poll_at, sample_at, slot_at, view_fleet_at, view_instance_at, view_request_at
+from fleetpilot.fleet.jit import inlined, kernel
+from fleetpilot.fleet.ledger import stock_load
+from fleetpilot.fleet.policy import random_unit
+
+
+@inlined
+def step_end_s(inst: Any, engine: Any, steps: int) -> float:
+    """End of the `steps`-th iteration since the anchor."""
+    if inst.jitter != 1.0:
+        one = leap_end_s(0.0, inst.base_s, engine.cost.e_s, inst.kv_tokens, inst.decodes_in_leap, steps)
+        return inst.anchor_s + one * inst.jitter
+    return leap_end_s(inst.anchor_s, inst.base_s, engine.cost.e_s, inst.kv_tokens, inst.decodes_in_leap, steps)
+
+
+@inlined
+def steps_before(inst: Any, engine: Any, time_s: float) -> int:
+    """Iterations since the anchor, of those planned, that end strictly before `time_s`."""
+    if inst.planned - inst.steps <= 1:
+        if inst.planned > inst.steps and step_end_s(inst, engine, inst.planned) < time_s:
+            return inst.planned
+        return inst.steps
+    elapsed = time_s - inst.anchor_s
+    slope = 0.5 * engine.cost.e_s * inst.decodes_in_leap
+    linear = inst.base_s + engine.cost.e_s * inst.kv_tokens - slope
+    root = np.sqrt(max(0.0, linear * linear + 4.0 * slope * elapsed))
+    guess = np.int64(2.0 * elapsed / (linear + root)) if linear + root > 0.0 else inst.planned
+    steps = min(max(guess, inst.steps), inst.planned)
+    while steps > inst.steps and step_end_s(inst, engine, steps) >= time_s:
+        steps -= 1
+    while steps < inst.planned and step_end_s(inst, engine, steps + 1) < time_s:
+        steps += 1
+    return steps
+
+
+@inlined
+def used_blocks(s: Any, inst: Any, engine: Any, time_s: float) -> int:
+    """Blocks in use at a time between the last boundary and the next, those of the iteration in progress included."""
+    used = engine.kv_blocks - available_blocks(inst)
+    if inst.doing == DECODE and inst.planned - inst.steps > 1:
+        begun = min(steps_before(inst, engine, time_s) + 1, inst.planned)
+        used += decode_demand(s, inst, engine, inst.steps_done + 1, begun - inst.steps - 1)
+    return used
+
+
+@inlined
+def record_polls(s: Any, inst: Any, engine: Any, env: Any, time_s: float) -> None:
+    """Before the instance changes at `time_s`: keep what polls before then saw (the last ones that fit the ring)."""
+    due = np.int64(np.ceil(time_s / env.poll_interval_s))
+    while due > 0 and (due - 1) * env.poll_interval_s >= time_s:
+        due -= 1
+    while due * env.poll_interval_s < time_s:
+        due += 1
+    for k in range(max(inst.next_poll, due - inst.polls), due):
+        poll = poll_at(s, inst.poll0 + k % inst.polls)
+        poll.running = inst.in_batch
+        poll.waiting = inst.waiting
+        poll.used_blocks = used_blocks(s, inst, engine, k * env.poll_interval_s)
+        poll.preemptions = inst.preemptions
+        poll.prefix_queries_tokens = inst.prefix_queries_tokens
+        poll.prefix_hits_tokens = inst.prefix_hits_tokens
+    inst.next_poll = max(inst.next_poll, due)
+
+
+@inlined
+def _see_poll(s: Any, inst: Any, engine: Any, env: Any, view: Any, now_s: float) -> None:
+    """The last poll that is visible by now."""
+    last = np.int64(np.floor((now_s - env.poll_delay_s) / env.poll_interval_s))
+    if last < 0:
+        view.poll_age_s = np.inf
+        return
+    view.poll_age_s = now_s - last * env.poll_interval_s
+    if last < inst.next_poll:
+        poll = poll_at(s, inst.poll0 + last % inst.polls)
+        view.running = poll.running
+        view.waiting = poll.waiting
+        view.kv_usage = poll.used_blocks / engine.kv_blocks
+        view.preemptions = poll.preemptions
+        view.prefix_queries_tokens = poll.prefix_queries_tokens
+        view.prefix_hits_tokens = poll.prefix_hits_tokens
+    else:
+        view.running = inst.in_batch
+        view.waiting = inst.waiting
+        view.kv_usage = used_blocks(s, inst, engine, last * env.poll_interval_s) / engine.kv_blocks
+        view.preemptions = inst.preemptions
+        view.prefix_queries_tokens = inst.prefix_queries_tokens
+        view.prefix_hits_tokens = inst.prefix_hits_tokens
+
+
+@inlined
+def _true_load(s: Any, inst: Any, engine: Any, view: Any, now_s: float) -> None:
+    """The five load fields as an engine would report them at every step (papers' experiments only)."""
+    view.free_blocks = engine.kv_blocks - used_blocks(s, inst, engine, now_s)
+    view.queued_demand_blocks = inst.waiting_blocks
+    view.head_demand_blocks = head_demand_blocks(s, inst, engine)
+    view.queued = inst.waiting
+    view.batched = inst.in_batch
+
+
+@inlined
+def head_demand_blocks(s: Any, inst: Any, engine: Any) -> int:
+    """KV blocks that the head of the waiting queue needs, 0 for none."""
+    return 0 if inst.head == NIL else blocks_for(slot_at(s, inst.head).prefill_tokens, engine.block_size)
+
+
+@inlined
+def fill_view(s: Any, e: int) -> None:
+    """Bring the view of environment `e` up to date for the decision about its `decision_slot`."""
+    env = env_at(s, e)
+    now_s = env.time_s
+    slot = slot_at(s, env.decision_slot)
+    shared = slot.prefix_node >= 0
+    for i in range(env.instances):
+        g = env.instance0 + i
+        inst = instance_at(s, g)
+        engine = engine_at(s, g)
+        view = view_instance_at(s, g)
+        _see_poll(s, inst, engine, env, view, now_s)
+        view.streamed_tokens = inst.streamed_tokens
+        if inst.doing == DECODE:
+            view.streamed_tokens += (steps_before(inst, engine, now_s) - inst.steps) * inst.decodes
+        if env.engine_reported != 0:
+            _true_load(s, inst, engine, view, now_s)
+        else:
+            stock_load(view)
+        if shared:
+            view.matched_tokens = prefix_index.match(
+                indexed_array(s, inst.residency0 + env.nodes),
+                inst.residency0,
+                node_array(s, inst.node0 + env.nodes),
+                inst.node0,
+                slot.prefix_node,
+            )
+        elif env.matched_dirty != 0:
+            view.matched_tokens = 0.0
+    env.matched_dirty = 1 if shared else 0
+    request = view_request_at(s, e)
+    request.prompt_tokens = slot.prompt_tokens
+    request.predicted_output_tokens = slot.predicted_output_tokens
+    request.priority = slot.priority
+    request.slo_class = slot.slo_class
+    request.ttft_target_s = slot.ttft_target_s
+    request.tpot_target_s = slot.tpot_target_s
+    request.waited_s = now_s - slot.arrival_s
+    request.session = slot.session
+    request.turn = slot.turn
+    fleet = view_fleet_at(s, e)
+    fleet.time_s = now_s
+    fleet.may_hold = 1 if now_s - slot.arrival_s < env.max_hold_s else 0
+    fleet.held = env.held
+    fleet.decisions = env.decisions
+    fleet.random_key = np.uint64(random_unit(env.seed, env.asked) * 9007199254740992.0)
+    fleet.engine_reported = env.engine_reported
+
+
+@kernel
+def sample(s: Any, e: int, time_s: float) -> None:
+    """Append one row per instance to the samples."""
+    env = env_at(s, e)
+    for i in range(env.instances):
+        inst = instance_at(s, env.instance0 + i)
+        engine = engine_at(s, env.instance0 + i)
+        row = sample_at(s, counts_at(s, 0).samples)
+        row.time_s = time_s
+        row.instance = i
+        row.running = inst.in_batch
+        row.waiting = inst.waiting
+        row.used_blocks = used_blocks(s, inst, engine, time_s)
+        row.free_blocks = engine.kv_blocks - row.used_blocks
+        row.head_demand_blocks = head_demand_blocks(s, inst, engine)
+        counts_at(s, 0).samples += 1
+
+
+@inlined
+def itl_bin(gap_s: float) -> int:
+    """Bin of a gap between tokens: `ITL_BINS_PER_OCTAVE` equal parts of each power of two."""
+    mantissa, exponent = math.frexp(gap_s)
+    position = (exponent - ITL_LOWEST_EXPONENT) * ITL_BINS_PER_OCTAVE
+    position += np.int64((mantissa - 0.5) * (2 * ITL_BINS_PER_OCTAVE))
+    return min(max(position, 0), ITL_BINS - 1)
+
+
+@inlined
+def count_gaps(s: Any, inst: Any, engine: Any, first: int, last: int, decodes: int) -> None:
+    """Count the gaps of iterations `first` to `last` since the anchor, one for each decode."""
+    linear = inst.base_s + engine.cost.e_s * inst.kv_tokens
+    slope = engine.cost.e_s * inst.decodes_in_leap
+    j = first
+    while j <= last:
+        here = itl_bin((linear + slope * (j - 1)) * inst.jitter)
+        end = last
+        while end > j and itl_bin((linear + slope * (end - 1)) * inst.jitter) != here:
+            end = j + (end - j) // 2
+        itl_at(s, here).count += (end - j + 1) * decodes
+        j = end + 1

@@ -1,0 +1,1 @@
+"""Named situations to train and measure on, one short file each."""

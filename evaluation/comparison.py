@@ -1,0 +1,308 @@
+"""Policies side by side: the runs of an evaluation, pooled and paired, and the tables that show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetpilot.evaluation import metrics
+from fleetpilot.evaluation.runs import StoredRun
+from fleetpilot.evaluation.statistics import Interval, iqm, paired_bootstrap, wilcoxon_p, win_share
+from fleetpilot.evaluation.tables import Table, Text, number
+from fleetpilot.fleet.slo import SLOClass
+
+RELATIVE_FROM_MISSES = 0.02
+"""A relative gain in misses is stated only where the baseline misses at least this share."""
+MIN_SEGMENTS = 10
+MIN_REQUESTS = 1_000
+MIN_LIFETIMES = 20
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of the comparison.
+
+    Attributes:
+        title: with its unit.
+        path: keys into a run's ``metrics``.
+        factor: to the unit of the title.
+        lower_is_better: None where neither is.
+    """
+
+    title: str
+    path: tuple[str, ...]
+    factor: float = 1.0
+    lower_is_better: bool | None = True
+
+    def of(self, summary: dict[str, Any]) -> float | None:
+        """Its value in the unit of the title, or None."""
+        value: Any = summary
+        for key in self.path:
+            value = value[key]
+        return None if value is None else self.factor * value
+
+
+GOODPUT = Metric("goodput %", ("goodput", "share"), 100, lower_is_better=False)
+TTFT_P99 = Metric("TTFT P99 s", ("latency", "ttft_s", "p99"))
+E2E_MEAN = Metric("E2E mean s", ("latency", "e2e_s", "mean"))
+COLUMNS = (
+    GOODPUT,
+    Metric("TTFT mean s", ("latency", "ttft_s", "mean")),
+    TTFT_P99,
+    Metric("TPOT P99 ms", ("latency", "tpot_s", "p99"), 1e3),
+    Metric("ITL P99 ms", ("latency", "itl_s", "p99"), 1e3),
+    E2E_MEAN,
+    Metric("E2E P99 s", ("latency", "e2e_s", "p99")),
+    Metric("preempted %", ("requests", "preempted_share"), 100),
+    Metric("fragmentation %", ("fleet", "fragmentation"), 100),
+    Metric("KV use %", ("fleet", "kv_use"), 100, lower_is_better=None),
+    Metric("prefix hits %", ("fleet", "run_prefix_hit_ratio"), 100, lower_is_better=None),
+    Metric("load max/mean", ("fleet", "load_max_over_mean")),
+)
+COMPARED = (GOODPUT, TTFT_P99, E2E_MEAN)
+"""Columns whose differences to the baseline are tested."""
+
+
+@dataclass(frozen=True)
+class PolicyResult:
+    """One policy in one scenario.
+
+    Attributes:
+        policy: its name.
+        pooled: metrics over the pooled requests of all segments and seeds (of the fleet: the mean over runs).
+        segments: the same of each segment, over its seeds.
+        requests: (n,) the pooled scored requests.
+        runs: what it was made of.
+    """
+
+    policy: str
+    pooled: dict[str, Any]
+    segments: list[dict[str, Any]]
+    requests: NDArray[np.void] = field(repr=False)
+    runs: list[StoredRun] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ScenarioResult:
+    """All policies in one scenario; the first is the baseline."""
+
+    name: str
+    policies: list[PolicyResult]
+
+    @property
+    def baseline(self) -> PolicyResult:
+        """The policy that the others are compared with."""
+        return self.policies[0]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A policy's difference to the baseline in one metric, paired by segment.
+
+    Attributes:
+        interval: of the mean, None for fewer than two segments.
+        p: of the Wilcoxon signed-rank test.
+        won: share of segments won.
+        segments: that both have a value in.
+    """
+
+    interval: Interval | None
+    p: float | None
+    won: float | None
+    segments: int
+
+
+def collect(runs: Iterable[StoredRun], baseline: str | None = None) -> list[ScenarioResult]:
+    """Pool an evaluation's runs by scenario and policy.
+
+    Args:
+        runs: of one or more scenarios.
+        baseline: the policy to compare with; by default the first one.
+
+    Raises:
+        ValueError: the baseline has no runs, or the policies do not have the same segments and seeds.
+    """
+    by_scenario: dict[str, dict[str, list[StoredRun]]] = {}
+    for run in runs:
+        config = run.summary["config"]
+        by_scenario.setdefault(config["scenario"], {}).setdefault(config["policy"], []).append(run)
+    results = []
+    for name, by_policy in by_scenario.items():
+        _check_paired(name, by_policy)
+        names = list(by_policy)
+        if baseline is not None:
+            if baseline not in by_policy:
+                raise ValueError(f"baseline = {baseline!r}: expected one of {', '.join(names)}")
+            names = [baseline, *(policy for policy in names if policy != baseline)]
+        results.append(ScenarioResult(name, [_policy_result(policy, by_policy[policy]) for policy in names]))
+    return results
+
+
+def _check_paired(scenario: str, by_policy: dict[str, list[StoredRun]]) -> None:
+    drawn = {
+        policy: sorted((run.summary["config"]["workload"]["hash"], run.summary["config"]["seed"]) for run in runs)
+        for policy, runs in by_policy.items()
+    }
+    first = next(iter(drawn.values()))
+    for policy, theirs in drawn.items():
+        if theirs != first:
+            raise ValueError(
+                f"scenario {scenario!r}: {policy} has other segments or seeds than the rest: expected pairs"
+            )
+
+
+def _policy_result(policy: str, runs: list[StoredRun]) -> PolicyResult:
+    slo_classes = [_slo_class(slo) for slo in runs[0].summary["config"]["fleet"]["slo_classes"]]
+    by_segment: dict[int, list[StoredRun]] = {}
+    for run in runs:
+        by_segment.setdefault(run.summary["config"]["segment"], []).append(run)
+    requests = {
+        segment: np.concatenate([run.scored_requests() for run in runs]) for segment, runs in by_segment.items()
+    }
+    pooled = np.concatenate(list(requests.values()))
+    return PolicyResult(
+        policy,
+        _pooled_metrics(runs, pooled, slo_classes),
+        [_pooled_metrics(by_segment[segment], requests[segment], slo_classes) for segment in sorted(by_segment)],
+        pooled,
+        runs,
+    )
+
+
+def _pooled_metrics(
+    runs: list[StoredRun], requests: NDArray[np.void], slo_classes: Sequence[SLOClass]
+) -> dict[str, Any]:
+    fleets = [run.summary["metrics"]["fleet"] for run in runs]
+    means = {key: [fleet[key] for fleet in fleets if fleet[key] is not None] for key in fleets[0]}
+    return {
+        **metrics.request_summary(requests, metrics.pooled_bins([run.itl() for run in runs]), slo_classes),
+        "fleet": {key: float(np.mean(values)) if values else None for key, values in means.items()},
+    }
+
+
+def _slo_class(plain: dict[str, Any]) -> SLOClass:
+    return SLOClass(**{key: np.inf if value is None else value for key, value in plain.items()})
+
+
+def difference(policy: PolicyResult, baseline: PolicyResult, metric: Metric) -> Difference:
+    """A policy's value less the baseline's, over the segments in which both have one."""
+    pairs = [
+        (metric.of(ours), metric.of(theirs)) for ours, theirs in zip(policy.segments, baseline.segments, strict=True)
+    ]
+    differences = np.array([ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None])
+    return Difference(
+        paired_bootstrap(differences),
+        wilcoxon_p(differences),
+        win_share(differences, lower_is_better=bool(metric.lower_is_better)),
+        len(differences),
+    )
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+
+def values_table(result: ScenarioResult) -> Table:
+    """Every policy's metrics over the pooled requests of all segments and seeds, the best of each column marked."""
+    columns = [_column(result, metric) for metric in COLUMNS]
+    goodputs = [Text(number(_goodput_iqm(policy))) for policy in result.policies]
+    runs = len(result.baseline.runs)
+    return Table(
+        f"{result.name}: {len(result.baseline.requests):,} scored requests in {runs} runs each",
+        ["policy", *(metric.title for metric in COLUMNS), "goodput IQM %"],
+        [
+            [Text(policy.policy), *cells, iqm_cell]
+            for policy, *cells, iqm_cell in zip(result.policies, *columns, goodputs, strict=True)
+        ],
+        "Pooled over all runs, percentiles too; goodput IQM: interquartile mean over segments. The best of a column is "
+        "marked.",
+    )
+
+
+def _column(result: ScenarioResult, metric: Metric) -> list[Text]:
+    values = [metric.of(policy.pooled) for policy in result.policies]
+    known = [value for value in values if value is not None]
+    best = None
+    if known and metric.lower_is_better is not None:
+        best = number(min(known) if metric.lower_is_better else max(known))
+    return [Text(number(value), best=value is not None and number(value) == best) for value in values]
+
+
+def _goodput_iqm(policy: PolicyResult) -> float | None:
+    values = [GOODPUT.of(segment) for segment in policy.segments]
+    known = np.array([value for value in values if value is not None])
+    return float(iqm(known)) if len(known) else None
+
+
+def differences_table(result: ScenarioResult) -> Table:
+    """Every other policy's differences to the baseline."""
+    baseline = result.baseline
+    misses = 1 - (GOODPUT.of(baseline.pooled) or 0) / 100
+    rows = []
+    for policy in result.policies[1:]:
+        row = [Text(policy.policy)]
+        for metric in COMPARED:
+            found = difference(policy, baseline, metric)
+            row += [
+                Text(_interval(found.interval), best=_is_better(found.interval, metric)),
+                Text("-" if found.p is None else f"{found.p:.2g}"),
+                Text("-" if found.won is None else f"{100 * found.won:.0f}"),
+            ]
+        rows.append([*row, Text(_relative_misses(policy, misses))])
+    note = (
+        f"Mean of the paired differences over {len(baseline.segments)} segments with its 95 % bootstrap interval, "
+        "marked where all of it is better; p of the Wilcoxon signed-rank test; share of segments won. Goodput in points; "
+        f"misses relative to the baseline's only where it misses at least {RELATIVE_FROM_MISSES:.0%}."
+    )
+    header = ["policy", *(title for metric in COMPARED for title in (metric.title, "p", "won %")), "misses %"]
+    return Table(f"{result.name}: differences to {baseline.policy}", header, rows, note)
+
+
+def _relative_misses(policy: PolicyResult, baseline_misses: float) -> str:
+    share = GOODPUT.of(policy.pooled)
+    if share is None or baseline_misses < RELATIVE_FROM_MISSES:
+        return "-"
+    return f"{100 * ((1 - share / 100) / baseline_misses - 1):+.0f}"
+
+
+def _is_better(interval: Interval | None, metric: Metric) -> bool:
+    if interval is None:
+        return False
+    return interval.high < 0 if metric.lower_is_better else interval.low > 0
+
+
+def notes(result: ScenarioResult) -> list[str]:
+    """What limits the conclusions from a scenario: too few or too short segments, requests that did not finish."""
+    said = []
+    segments = len(result.baseline.segments)
+    if segments < MIN_SEGMENTS:
+        said.append(f"only {segments} segments: {MIN_SEGMENTS} independent ones are wanted before a claim")
+    fewest = min(segment["requests"]["offered"] for segment in result.baseline.segments)
+    if fewest < MIN_REQUESTS:
+        said.append(f"a segment has only {fewest:,} scored requests: {MIN_REQUESTS:,} are wanted")
+    windows = [run.summary["metrics"]["window"] for run in result.baseline.runs]
+    lifetime = E2E_MEAN.of(result.baseline.pooled)
+    shortest = min(window["end_s"] - window["start_s"] for window in windows)
+    if lifetime is not None and shortest < MIN_LIFETIMES * lifetime:
+        said.append(
+            f"a segment scores {shortest:.0f} s, less than {MIN_LIFETIMES} mean request lifetimes ({lifetime:.1f} s)"
+        )
+    for policy in result.policies:
+        counts = policy.pooled["requests"]
+        unfinished = {name: counts[name] for name in metrics.STATUSES if name != "finished" and counts[name]}
+        if unfinished:
+            said.append(f"{policy.policy}: " + ", ".join(f"{count:,} {name}" for name, count in unfinished.items()))
+    return said
+
+
+def _interval(interval: Interval | None) -> str:
+    if interval is None:
+        return "-"
+    return f"{_signed(interval.estimate)} [{_signed(interval.low)}, {_signed(interval.high)}]"
+
+
+def _signed(value: float) -> str:
+    return ("+" if value > 0 else "") + number(value)

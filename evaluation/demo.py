@@ -1,0 +1,30 @@
+"""The demonstration: all policies on an hour's worth of conversation, small enough to watch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fleetpilot.baselines import BASELINES
+from fleetpilot.cluster import FleetConfig
+from fleetpilot.evaluation.report import Report, write_report
+from fleetpilot.evaluation.runner import Scenario, evaluate
+from fleetpilot.evaluation.segments import at_load, cut, within_length
+from fleetpilot.fleet.profiles import load_profile
+from fleetpilot.workloads import workload
+
+LOAD = 0.9
+INSTANCES = 12
+SEGMENTS = 5
+
+
+def demo(out: Path) -> Report:
+    """Compare all policies on the twin of the Azure 2023 conversation trace, served by A10s at 0.9 of their capacity.
+
+    Args:
+        out: folder for runs and report.
+    """
+    profile = load_profile("a10-llama-7b")
+    fleet = FleetConfig.of(profile, INSTANCES)
+    table = at_load(within_length(workload("twin/azure-conv"), profile.max_model_len), fleet, LOAD)
+    scenario = Scenario(f"Azure conversation twin, {INSTANCES} x A10, load {LOAD:g}", cut(table, SEGMENTS), fleet)
+    return write_report(evaluate([scenario], list(BASELINES), out, seeds=(0,)), out, baseline="round-robin")

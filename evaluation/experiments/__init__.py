@@ -1,0 +1,27 @@
+"""Experiments of papers, by name: each a module that says what was published and runs the same here.
+
+A module of an experiment has a docstring whose first line describes it, and ``run``:
+
+    def run(out: Path, *, workers: int | None = None) -> list[Table]
+
+which stores its runs under `out` and returns what to show, the published figures beside ours.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+EXPERIMENTS = ("llumnix-motivation",)
+"""Names for ``fleetpilot evaluate --experiment``; the module is called the same, with underscores."""
+
+
+def load_experiment(name: str) -> ModuleType:
+    """The module of an experiment.
+
+    Raises:
+        ValueError: there is no experiment of this name.
+    """
+    if name not in EXPERIMENTS:
+        raise ValueError(f"experiment {name!r} is not known; expected one of {', '.join(EXPERIMENTS)}")
+    return import_module(f"{__name__}.{name.replace('-', '_')}")

@@ -1,0 +1,130 @@
+"""Plots of a scenario's results. Colours by Okabe and Ito; lines are told apart by their style too."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetpilot.evaluation import metrics
+from fleetpilot.evaluation.comparison import COMPARED, Metric, PolicyResult, ScenarioResult, difference
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINE_STYLES = ("-", "--", ":")
+_CDF_POINTS = np.linspace(0, 1, 201)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing, as SVG text for a page and as PNG for a file."""
+
+    title: str
+    svg: str
+    png: bytes
+
+
+def plots(result: ScenarioResult) -> list[Plot]:
+    """Latency distributions, KV use over time and, where there is something to compare, differences to the baseline."""
+    drawn: dict[str, Callable[[ScenarioResult], Figure]] = {"Latency": _latencies, "KV use": _kv_use}
+    if len(result.policies) > 1 and len(result.baseline.segments) > 1:
+        drawn["Differences"] = _differences
+    figures = {title: draw(result) for title, draw in drawn.items()}
+    return [Plot(title, _svg(figure), _png(figure)) for title, figure in figures.items()]
+
+
+def _latencies(result: ScenarioResult) -> Figure:
+    figure, axes = _figure(2)
+    for axis, (name, title) in zip(axes, {"ttft_s": "TTFT", "e2e_s": "E2E"}.items(), strict=True):
+        for index, policy in enumerate(result.policies):
+            finished = policy.requests["status"] == metrics.FINISHED
+            values = metrics.request_metrics(policy.requests[finished])[name]
+            if len(values):
+                # requests that never finished have an infinite latency: the curve ends below 1
+                share = len(values) / len(policy.requests)
+                axis.plot(np.quantile(values, _CDF_POINTS), share * _CDF_POINTS, **_line(index), label=policy.policy)
+        axis.set(xscale="log", xlabel=f"{title} (s)", ylabel="share of offered requests", ylim=(0, 1))
+    return _with_legend(figure, axes[-1])
+
+
+def _kv_use(result: ScenarioResult) -> Figure:
+    figure, (axis,) = _figure(1)
+    for index, policy in enumerate(result.policies):
+        time_s, use = _kv_use_of(policy)
+        axis.plot(time_s, 100 * use, **_line(index), label=policy.policy)
+    seed = result.baseline.runs[0].summary["seed"]
+    axis.set(xlabel=f"time (s), first segment, seed {seed}", ylabel="KV use of the fleet (%)", ylim=(0, 100))
+    return _with_legend(figure, axis)
+
+
+def _kv_use_of(policy: PolicyResult) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    run = policy.runs[0]
+    samples = metrics.samples_by_time(run.samples(), len(run.summary["config"]["fleet"]["instances"]))
+    used = samples["used_blocks"].sum(axis=1)
+    return samples["time_s"][:, 0], used / (used + samples["free_blocks"].sum(axis=1))
+
+
+def _differences(result: ScenarioResult) -> Figure:
+    figure, axes = _figure(len(COMPARED))
+    others = result.policies[1:]
+    for axis, metric in zip(axes, COMPARED, strict=True):
+        _draw_intervals(axis, others, result.baseline, metric)
+    for axis in axes[1:]:
+        axis.set_yticklabels([])
+    figure.tight_layout()
+    return figure
+
+
+def _draw_intervals(axis: Axes, others: list[PolicyResult], baseline: PolicyResult, metric: Metric) -> None:
+    for place, policy in enumerate(others):
+        interval = difference(policy, baseline, metric).interval
+        if interval is not None:
+            colour = COLOURS[0] if interval.excludes_zero else "#777777"
+            axis.plot([interval.low, interval.high], [place, place], color=colour)
+            axis.plot(interval.estimate, place, "o", color=colour)
+    better = "lower" if metric.lower_is_better else "higher"
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set(xlabel=f"{metric.title}, less {baseline.policy}'s ({better} is better)", ylim=(len(others) - 0.5, -0.5))
+    axis.set_yticks(range(len(others)), [policy.policy for policy in others])
+    axis.xaxis.label.set_size("small")
+
+
+def _figure(columns: int) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4))
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+
+
+def _line(index: int) -> dict[str, Any]:
+    style = LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)]
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": style, "linewidth": 1.5}
+
+
+def _with_legend(figure: Figure, axis: Axes) -> Figure:
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+    figure.tight_layout()
+    return figure
+
+
+def _svg(figure: Figure) -> str:
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "fleetpilot"}):  # the same figure is the same text
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()

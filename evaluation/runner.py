@@ -1,0 +1,238 @@
+"""Paired runs: every policy on the same segments of the same scenarios with the same seeds, in parallel, resumable."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleetpilot.baselines import load_policy
+from fleetpilot.cluster import FleetConfig, simulate
+from fleetpilot.evaluation.provenance import code_version, config_hash, fleet_json, provenance, table_hash
+from fleetpilot.evaluation.runs import StoredRun, run_one
+from fleetpilot.fleet.jit import cache_dir
+from fleetpilot.fleet.profiles import load_profile
+from fleetpilot.workloads.table import RequestTable, make_table
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A fleet and the trace segments that it has to serve.
+
+    Attributes:
+        name: as shown in reports.
+        segments: independent request tables; statistics are over them.
+        fleet: the instances and what a dispatcher sees of them.
+        warmup_share: share of a segment's span whose arrivals are not scored.
+        sample_interval_s: seconds between samples of the instances.
+    """
+
+    name: str
+    segments: tuple[RequestTable, ...]
+    fleet: FleetConfig
+    warmup_share: float = 0.1
+    sample_interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.segments or any(len(table) == 0 for table in self.segments):
+            raise ValueError(f"scenario {self.name!r}: expected at least one segment, each with at least one request")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run to be made: a policy on a segment of a scenario with a tie-break seed."""
+
+    scenario: Scenario
+    segment: int
+    policy: str
+    seed: int
+
+    @property
+    def table(self) -> RequestTable:
+        """The requests."""
+        return self.scenario.segments[self.segment]
+
+    def config(self) -> dict[str, Any]:
+        """Everything that decides the result."""
+        return {
+            "policy": self.policy,
+            "scenario": self.scenario.name,
+            "segment": self.segment,
+            "seed": self.seed,
+            "workload": {"name": self.table.name, "hash": table_hash(self.table), "requests": len(self.table)},
+            "fleet": fleet_json(self.scenario.fleet),
+            "warmup_share": self.scenario.warmup_share,
+            "sample_interval_s": self.scenario.sample_interval_s,
+            "code": code_version(),
+        }
+
+    def stem(self, folder: Path, config: dict[str, Any]) -> Path:
+        """Where its files lie: readable, and another place for every other configuration."""
+        scenario = re.sub(r"[^a-zA-Z0-9.=_-]+", "-", self.scenario.name)[:80]
+        return folder / f"{scenario}-{self.segment:02d}-{self.policy}-{self.seed}-{config_hash(config)}"
+
+
+class Interrupted(Exception):
+    """Ctrl-C; what was done is kept.
+
+    Attributes:
+        done: runs that are on disk.
+        total: runs that were asked for.
+    """
+
+    def __init__(self, done: int, total: int):
+        super().__init__(f"interrupted: {done} of {total} runs are done and kept")
+        self.done = done
+        self.total = total
+
+
+def evaluate(
+    scenarios: Iterable[Scenario],
+    policies: Sequence[str],
+    out: Path,
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    workers: int | None = None,
+    command: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[StoredRun]:
+    """Run every policy on every segment with every seed. What is on disk already, of the same config, is not run again.
+
+    Arrivals, lengths and predictions belong to the segments: the same for all policies (common random numbers).
+
+    Args:
+        scenarios: what to serve, on what.
+        policies: names for `fleetpilot.baselines.load_policy`.
+        out: folder of the evaluation; the runs go to ``out/runs``.
+        seeds: tie-break seeds.
+        workers: processes; the machine's cores by default. With 1 all happens in this process.
+        command: the command line for the record; this process's by default.
+        progress: called with one line per finished run; by default a line on stderr, if that is a terminal.
+
+    Returns:
+        The runs in the order (scenario, segment, policy, seed).
+
+    Raises:
+        ValueError: an unknown policy, or two scenarios of one name.
+        ChildProcessError: a worker died.
+        Interrupted: after Ctrl-C. Running cells are finished first; a second Ctrl-C ends them.
+    """
+    scenarios = list(scenarios)
+    names = [scenario.name for scenario in scenarios]
+    if len(set(names)) < len(names):
+        raise ValueError(f"scenarios = {names}: expected different names")
+    for policy in policies:
+        load_policy(policy)
+    cells = [
+        Cell(scenario, segment, policy, seed)
+        for scenario in scenarios
+        for segment, policy, seed in itertools.product(range(len(scenario.segments)), policies, seeds)
+    ]
+    configs = [cell.config() for cell in cells]
+    stems = [cell.stem(out / "runs", config) for cell, config in zip(cells, configs, strict=True)]
+    found = [StoredRun.read(stem) for stem in stems]
+    missing = [index for index, run in enumerate(found) if run is None]
+    command = shlex.join(sys.argv) if command is None else command
+    jobs = [(cells[index], configs[index], stems[index], command) for index in missing]
+    if missing:
+        compile_kernels(policies, progress or stderr_line)
+    report = _Progress(len(cells), len(cells) - len(missing), progress or stderr_line)
+    for job, run in zip(missing, _run_all(jobs, workers or os.cpu_count() or 1, report), strict=True):
+        found[job] = run
+    return [run for run in found if run is not None]
+
+
+def compile_kernels(policies: Sequence[str], say: Callable[[str], None]) -> None:
+    """Fill the kernel cache, so that several processes do not do it side by side; quick where it is filled."""
+    if not any(cache_dir().rglob("kernel.run-*.nbc")):
+        say("compiling the simulator, once for these sources (about a minute)")
+    request = make_table("one request", [0.0], [1], [1])
+    for policy in policies:
+        simulate(request, FleetConfig.of(load_profile("tiny-cpu"), 1), load_policy(policy))
+
+
+_Job = tuple[Cell, dict[str, Any], Path, str]
+
+
+def _run_all(jobs: list[_Job], workers: int, report: _Progress) -> list[StoredRun]:
+    if workers == 1 or len(jobs) <= 1:
+        results = []
+        try:
+            for job in jobs:
+                results.append(_run_job(job))
+                report.finished(job[0])
+        except KeyboardInterrupt:
+            raise Interrupted(report.done, report.total) from None
+        return results
+    # spawn: a fork would copy this process's threads (Numba, BLAS) in whatever state they are
+    pool = ProcessPoolExecutor(
+        min(workers, len(jobs)), multiprocessing.get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    )
+    futures: dict[Future[StoredRun], Cell] = {pool.submit(_run_job, job): job[0] for job in jobs}
+    try:
+        for future in as_completed(futures):
+            future.result()
+            report.finished(futures[future])
+    except KeyboardInterrupt:
+        report.say("interrupted: finishing the runs in progress (Ctrl-C again ends them)")
+        try:
+            pool.shutdown(cancel_futures=True)
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                process.terminate()
+        kept = sum(future.done() and not future.cancelled() and future.exception() is None for future in futures)
+        raise Interrupted(report.total - len(jobs) + kept, report.total) from None
+    except BrokenProcessPool:
+        raise ChildProcessError(
+            "a worker process was ended from outside, perhaps for want of memory; what was done is kept: "
+            "run the same again with fewer workers"
+        ) from None
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+    pool.shutdown()
+    return [future.result() for future in futures]
+
+
+def _run_job(job: _Job) -> StoredRun:
+    cell, config, stem, command = job
+    scenario = cell.scenario
+    return run_one(
+        cell.table,
+        scenario.fleet,
+        load_policy(cell.policy),
+        seed=cell.seed,
+        warmup_share=scenario.warmup_share,
+        sample_interval_s=scenario.sample_interval_s,
+    ).write(stem, {"config": config, "command": command, **provenance()})
+
+
+class _Progress:
+    """Counts finished runs and says so."""
+
+    def __init__(self, total: int, done: int, say: Callable[[str], None]):
+        self.total = total
+        self.done = done
+        self.say = say
+        if done:
+            say(f"{done} of {total} runs are on disk already")
+
+    def finished(self, cell: Cell) -> None:
+        self.done += 1
+        self.say(f"{self.done}/{self.total} {cell.scenario.name} segment {cell.segment} {cell.policy} seed {cell.seed}")
+
+
+def stderr_line(line: str) -> None:
+    """Show a line of progress on stderr, over the one before; nothing where stderr is not a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,166 @@
+"""One run: made, measured and stored, as a JSON and three Parquet files under one stem.
+
+``<stem>.json`` (config, provenance, metrics) is written last and atomically, so a run that has it is complete.
+``<stem>.requests.parquet`` has one row per request, ``<stem>.samples.parquet`` one per instance and sample,
+``<stem>.itl.parquet`` one per bin of the histogram of gaps between tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib import recfunctions
+from numpy.typing import NDArray
+
+from fleetpilot.evaluation import metrics
+from fleetpilot.evaluation.provenance import to_json
+
+if TYPE_CHECKING:
+    from fleetpilot.cluster import FleetConfig, RunLog
+    from fleetpilot.fleet.policy import Policy
+    from fleetpilot.workloads import RequestTable
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run in memory.
+
+    Attributes:
+        log: what happened.
+        scored: (n,) which requests count.
+        summary: what was measured, as plain JSON values: under the result names of ``vllm bench serve``, and ours under
+            ``metrics``.
+    """
+
+    log: RunLog
+    scored: NDArray[np.bool_]
+    summary: dict[str, Any]
+
+    def write(self, stem: Path, origin: Mapping[str, object]) -> StoredRun:
+        """Store it under a stem, with what is to be known of where it came from."""
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        requests = recfunctions.append_fields(self.log.requests, "scored", self.scored, usemask=False)
+        for name, rows in {
+            "requests": requests,
+            "samples": self.log.samples,
+            "itl": metrics.itl_bins(self.log),
+        }.items():
+            _write_parquet(_with_suffix(stem, f"{name}.parquet"), rows)
+        text = to_json({**self.summary, **origin})
+        write_atomically(_with_suffix(stem, "json"), text)
+        return StoredRun(stem, json.loads(text))
+
+
+def run_one(
+    table: RequestTable,
+    fleet: FleetConfig,
+    policy: Policy,
+    *,
+    seed: int = 0,
+    warmup_share: float = 0.1,
+    sample_interval_s: float = 1.0,
+) -> Outcome:
+    """Simulate one policy on one table and measure it.
+
+    Args:
+        table: the requests.
+        fleet: the instances and what a dispatcher sees of them.
+        policy: decides.
+        seed: of tie-breaks.
+        warmup_share: share of the arrivals' span that is not scored.
+        sample_interval_s: seconds between samples of the instances.
+    """
+    from fleetpilot.cluster import simulate
+
+    started = time.perf_counter()
+    log = simulate(table, fleet, policy, seed=seed, sample_interval_s=sample_interval_s)
+    wall_s = time.perf_counter() - started
+    window = metrics.window_after_warmup(table, warmup_share)
+    scored = window.contains(metrics.offered_s(table))
+    summary = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "backend": "fleetpilot-simulator",
+        "label": policy.name,
+        "workload": table.name,
+        "seed": seed,
+        **metrics.vllm_bench_result(log, scored, window, fleet.slo_classes),
+        "metrics": metrics.summary(log, scored, window, fleet.slo_classes),
+        "simulated_s": log.end_s,
+        "wall_s": wall_s,
+    }
+    return Outcome(log, scored, summary)
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run on disk.
+
+    Attributes:
+        stem: path of its files, without their suffixes.
+        summary: what ``<stem>.json`` says.
+    """
+
+    stem: Path
+    summary: dict[str, Any]
+
+    @classmethod
+    def read(cls, stem: Path) -> StoredRun | None:
+        """The run, or None if it is not there or not complete."""
+        try:
+            return cls(stem, json.loads(_with_suffix(stem, "json").read_text()))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+
+    def requests(self) -> NDArray[np.void]:
+        """(n,) ``RunLog.requests`` and the column ``scored`` (bool)."""
+        return _read_parquet(_with_suffix(self.stem, "requests.parquet"))
+
+    def scored_requests(self) -> NDArray[np.void]:
+        """The requests in the scored window."""
+        requests = self.requests()
+        return requests[requests["scored"]]
+
+    def samples(self) -> NDArray[np.void]:
+        """(t * instances,) ``RunLog.samples``."""
+        return _read_parquet(_with_suffix(self.stem, "samples.parquet"))
+
+    def itl(self) -> NDArray[np.void]:
+        """(m,) `metrics.BIN` of the gaps between tokens."""
+        return _read_parquet(_with_suffix(self.stem, "itl.parquet"))
+
+
+def _with_suffix(stem: Path, suffix: str) -> Path:
+    return stem.with_name(f"{stem.name}.{suffix}")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is there completely or not at all."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def _write_parquet(path: Path, rows: NDArray[np.void]) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({name: np.ascontiguousarray(rows[name]) for name in rows.dtype.names or ()}), path)
+
+
+def _read_parquet(path: Path) -> NDArray[np.void]:
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    columns = {name: table[name].to_numpy() for name in table.column_names}
+    rows = np.empty(table.num_rows, np.dtype([(name, values.dtype) for name, values in columns.items()]))
+    for name, values in columns.items():
+        rows[name] = values
+    return rows

@@ -1,0 +1,198 @@
+"""Independent segments of a trace, and loads relative to what a fleet can carry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetpilot.evaluation.metrics import offered_s
+
+if TYPE_CHECKING:
+    from fleetpilot.cluster import FleetConfig
+    from fleetpilot.fleet.profiles import HardwareProfile
+    from fleetpilot.workloads import RequestTable
+
+MAX_SPEED_UP = 2.0
+"""A real trace is sped up by at most this: beyond, its bursts and its requests' lifetimes no longer belong together."""
+CAPACITY_REQUESTS = 10_000
+MIN_CAPACITY_REQUESTS = 100
+_BACKLOG = 0.2, 0.8
+
+
+def cut(table: RequestTable, segments: int) -> tuple[RequestTable, ...]:
+    """Cut a trace into consecutive windows of equal length, each with its own clock.
+
+    All turns of a closed-loop chain go with the turn that started it. Shared prefixes stay shared inside a segment.
+
+    Raises:
+        ValueError: a window has no request.
+    """
+    _, window, length_s = _windows(table, segments)
+    counts = np.bincount(window, minlength=segments)
+    if counts.min() == 0:
+        empty = int(counts.argmin())
+        raise ValueError(f"{table.name}: window {empty} of {segments} has no request; expected fewer segments")
+    if segments == 1:
+        return (table,)
+    return tuple(
+        select(table, window == k, start_s=k * length_s, name=f"{table.name} [{k + 1}/{segments}]")
+        for k in range(segments)
+    )
+
+
+def _windows(table: RequestTable, windows: int) -> tuple[NDArray[np.float64], NDArray[np.int64], float]:
+    """(n,) when each request was offered, (n,) the window that is in, and the length of a window."""
+    if windows < 1:
+        raise ValueError(f"segments = {windows}: expected at least 1")
+    offered = offered_s(table)
+    length_s = table.span_s / windows
+    if not length_s:
+        return offered, np.zeros(len(table), np.int64), 0.0
+    return offered, np.minimum((offered / length_s).astype(np.int64), windows - 1), length_s
+
+
+def select(
+    table: RequestTable, rows: NDArray[np.bool_], *, start_s: float = 0.0, name: str | None = None
+) -> RequestTable:
+    """Some rows of a table on a clock that starts at `start_s`, with the part of the prefix tree that they use.
+
+    A turn whose parent is left out stands on its own; that needs an arrival of its own.
+    """
+    kept = np.flatnonzero(rows)
+    row_of = np.full(len(table) + 1, -1)  # index -1 is no parent
+    row_of[kept] = np.arange(len(kept))
+    columns = {
+        name: column[kept]
+        for name, column in vars(table).items()
+        if isinstance(column, np.ndarray) and not name.startswith("node_")
+    }
+    nodes = _used_nodes(table, kept)
+    node_of = np.full(len(table.node_parent) + 1, -1)
+    node_of[nodes] = np.arange(len(nodes))
+    columns["arrival_s"] = columns["arrival_s"] - start_s
+    columns["parent"] = row_of[columns["parent"]]
+    for column in ("prefix_node", "own_node"):
+        columns[column] = node_of[columns[column]].astype(np.int32)
+    return replace(
+        table,
+        name=table.name if name is None else name,
+        **columns,
+        node_parent=node_of[table.node_parent[nodes]].astype(np.int32),
+        node_end_tokens=table.node_end_tokens[nodes],
+    )
+
+
+def _used_nodes(table: RequestTable, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Nodes that rows run through: their own and all above them."""
+    used = np.zeros(len(table.node_parent) + 1, bool)
+    used[table.prefix_node[rows]] = True
+    used[table.own_node[rows]] = True
+    for node in range(len(table.node_parent) - 1, -1, -1):  # a parent is a smaller index
+        used[table.node_parent[node]] |= used[node]
+    return np.flatnonzero(used[:-1])
+
+
+def superpose(table: RequestTable, windows: int) -> RequestTable:
+    """Lay a trace's consecutive windows of equal length over each other: so many times its rate, in its own time.
+
+    Shared prefixes stay shared. A turn with an arrival of its own stands alone if its parent is in another window.
+    """
+    offered, window, length_s = _windows(table, windows)
+    shift_s = window * length_s
+    order = np.argsort(offered - shift_s, kind="stable")
+    row_of = np.full(len(table) + 1, -1)  # index -1 is no parent
+    row_of[order] = np.arange(len(table))
+    together = window[table.parent] == window
+    parent = np.where(together, row_of[table.parent], -1)[order]
+    columns = {
+        name: column[order]
+        for name, column in vars(table).items()
+        if isinstance(column, np.ndarray) and not name.startswith("node_")
+    }
+    columns |= {"arrival_s": (table.arrival_s - shift_s)[order], "parent": parent}
+    return table.replace(name=f"{windows} x {table.name}", **columns)
+
+
+def within_length(table: RequestTable, max_total_tokens: int) -> RequestTable:
+    """The requests of at most so many tokens, prompt and output; what a left-out turn releases goes with it."""
+    fits = table.prompt_tokens.astype(np.int64) + table.output_tokens <= max_total_tokens
+    for row in np.flatnonzero(np.isnan(table.arrival_s)):  # a parent is a smaller row
+        fits[row] &= fits[table.parent[row]]
+    return table if fits.all() else select(table, fits)
+
+
+# --- load --------------------------------------------------------------------------------------------------------
+
+
+def rate_rps(table: RequestTable) -> float:
+    """Requests offered per second, over the span of the arrivals.
+
+    Raises:
+        ValueError: all requests arrive at once.
+    """
+    if table.span_s == 0:
+        raise ValueError(f"{table.name}: all requests arrive at 0 s; expected a span to take a rate over")
+    return len(table) / table.span_s
+
+
+def capacity_rps(table: RequestTable, fleet: FleetConfig) -> float:
+    """Requests per second that a fleet gets through when it never runs out of them.
+
+    Per profile, one instance is given the table (its first `CAPACITY_REQUESTS` requests) as a backlog, and its
+    admissions are counted between a fifth and four fifths of it. The fleet's capacity is the sum over its instances. A
+    load is a rate of requests over it: above 1 the waiting grows without end, however well requests are dispatched.
+
+    Raises:
+        ValueError: fewer than 100 requests.
+    """
+    backlog = select(table, np.arange(len(table)) < CAPACITY_REQUESTS)
+    if len(backlog) < MIN_CAPACITY_REQUESTS:
+        raise ValueError(
+            f"{table.name}: {len(backlog)} requests: expected at least {MIN_CAPACITY_REQUESTS} to measure a capacity with"
+        )
+    backlog = backlog.replace(
+        arrival_s=np.zeros(len(backlog)), think_s=np.full(len(backlog), np.nan), parent=np.full(len(backlog), -1)
+    )
+    of_profile = {
+        profile: _admissions_rps(backlog, replace(fleet, profiles=(profile,))) for profile in set(fleet.profiles)
+    }
+    return sum(of_profile[profile] for profile in fleet.profiles)
+
+
+def _admissions_rps(backlog: RequestTable, fleet: FleetConfig) -> float:
+    from fleetpilot.baselines import load_policy
+    from fleetpilot.cluster import simulate
+
+    log = simulate(backlog, fleet, load_policy("round-robin"), sample_interval_s=None)
+    admitted_s = np.sort(log.requests["admitted_s"])
+    first, last = (int(share * len(admitted_s)) for share in _BACKLOG)
+    return (last - first) / float(admitted_s[last] - admitted_s[first])
+
+
+def at_load(table: RequestTable, fleet: FleetConfig, load: float) -> RequestTable:
+    """The table with its arrivals sped up or slowed down to a load, as a share of the fleet's capacity.
+
+    Raises:
+        ValueError: that would take a speed-up beyond `MAX_SPEED_UP`.
+    """
+    if not 0 < load < np.inf:
+        raise ValueError(f"load = {load}: expected a finite number > 0")
+    capacity = capacity_rps(table, fleet)
+    speed_up = load * capacity / rate_rps(table)
+    if speed_up > MAX_SPEED_UP:
+        fits = int(MAX_SPEED_UP * rate_rps(table) / load / (capacity / len(fleet.profiles)))
+        raise ValueError(
+            f"load = {load}: {table.name} would have to run {speed_up:.2f} times as fast for {len(fleet.profiles)} instances; "
+            f"expected at most {MAX_SPEED_UP:g} times: use at most {fits} instances"
+        )
+    return table.replace(arrival_s=table.arrival_s / speed_up)
+
+
+def instances_for_load(table: RequestTable, profile: HardwareProfile, load: float) -> int:
+    """The number of instances at which the table's own rate is nearest to a load, at least 1."""
+    from fleetpilot.cluster import FleetConfig
+
+    return max(1, round(rate_rps(table) / (load * capacity_rps(table, FleetConfig((profile,))))))

@@ -1,0 +1,1 @@
+"""Hardware profiles as data files, with units and sources."""

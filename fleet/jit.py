@@ -1,0 +1,68 @@
+"""Numba compilation with a cache that notices every change.
+
+Numba's own cache looks at the file of the compiled function alone; a change in a function it calls would go unseen.
+Here the cache directory's name is a hash over all kernel sources, so an edit anywhere starts a fresh cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+from numba.core import config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_KERNEL_FOLDERS = ("fleet", "cluster", "baselines", "envs", "workloads")
+
+
+@cache
+def cache_dir() -> Path:
+    """The directory that holds the compiled kernels of exactly these sources and this Numba."""
+    package = Path(__file__).parent
+    roots = [package.parent / folder for folder in _KERNEL_FOLDERS]
+    digest = hashlib.sha256(f"{numba.__version__}".encode())
+    for source in sorted(path for root in roots if root.is_dir() for path in root.glob("*.py")):
+        digest.update(source.name.encode() + source.read_bytes())
+    base = os.environ.get("NUMBA_CACHE_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fleetpilot"
+    )
+    return Path(base) / f"kernels-{digest.hexdigest()[:16]}"
+
+
+@contextmanager
+def _our_cache() -> Iterator[None]:
+    """Numba reads its cache directory once, when a function is decorated."""
+    previous = config.CACHE_DIR
+    config.CACHE_DIR = str(cache_dir())
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = previous
+
+
+def kernel(function: F) -> F:
+    """Compile with Numba on first use, without the GIL, cached on disk by the hash of all kernel sources."""
+    with _our_cache():
+        return numba.njit(cache=True, nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+
+
+def inlined(function: F) -> F:
+    """Like `kernel`, but LLVM inlines it where it is called: passing the many arrays of a state costs more than most such calls do."""
+    with _our_cache():
+        return numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True)(function)  # type: ignore[no-any-return]
+
+
+def function_pointer(signature: Any, function: Callable[..., Any]) -> Any:
+    """Compile now, to a pointer: kernels that take one are compiled once for all functions of this signature."""
+    if config.DISABLE_JIT:
+        return function
+    on_disk = os.path.exists(function.__code__.co_filename)  # Numba can't cache what was typed into a notebook
+    with _our_cache():
+        return numba.cfunc(signature, cache=on_disk, nogil=True, error_model="numpy")(function)

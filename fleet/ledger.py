@@ -1,0 +1,195 @@
+"""What a dispatcher knows of its own requests in flight, kept in the `INSTANCE_VIEW` record that policies read.
+
+The same functions keep the simulator's ledger and the dispatcher's. `head_prompt_blocks` is set by the owner of the
+record, who knows the order of the unstarted requests: the simulator's kernel, and `Ledger` for a dispatcher.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetpilot.fleet.jit import inlined
+
+
+@inlined
+def on_dispatch(instance: Any, prompt_tokens: float, predicted_output_tokens: float, matched_tokens: float) -> None:
+    """A request was sent to the instance."""
+    instance.dispatched += 1
+    instance.in_flight += 1
+    instance.unstarted += 1
+    instance.unstarted_prompt_tokens += prompt_tokens
+    instance.unstarted_prompt_blocks += np.ceil(prompt_tokens / instance.block_size)
+    instance.unstarted_uncached_tokens += prompt_tokens - matched_tokens
+    instance.predicted_output_tokens += predicted_output_tokens
+
+
+@inlined
+def _forget_unstarted(instance: Any, prompt_tokens: float, matched_tokens: float) -> None:
+    instance.unstarted -= 1
+    instance.unstarted_prompt_tokens -= prompt_tokens
+    instance.unstarted_prompt_blocks -= np.ceil(prompt_tokens / instance.block_size)
+    instance.unstarted_uncached_tokens -= prompt_tokens - matched_tokens
+
+
+@inlined
+def on_first_token(instance: Any, prompt_tokens: float, matched_tokens: float) -> None:
+    """The request's first token came. `streamed_tokens` is counted apart, by `on_tokens`."""
+    _forget_unstarted(instance, prompt_tokens, matched_tokens)
+    instance.started_prompt_tokens += prompt_tokens
+
+
+@inlined
+def on_tokens(instance: Any, tokens: float) -> None:
+    """Tokens were streamed back."""
+    instance.streamed_tokens += tokens
+
+
+@inlined
+def on_end(
+    instance: Any,
+    prompt_tokens: float,
+    predicted_output_tokens: float,
+    matched_tokens: float,
+    streamed_tokens: float,
+) -> None:
+    """The request finished, failed or was cancelled after `streamed_tokens` (0: it never started)."""
+    if streamed_tokens == 0:
+        _forget_unstarted(instance, prompt_tokens, matched_tokens)
+    else:
+        instance.started_prompt_tokens -= prompt_tokens
+    instance.streamed_tokens -= streamed_tokens
+    instance.predicted_output_tokens -= predicted_output_tokens
+    instance.in_flight -= 1
+
+
+@inlined
+def stock_load(instance: Any) -> None:
+    """Fill the five load fields from what stock vLLM and the ledger tell."""
+    instance.free_blocks = instance.kv_capacity_blocks * (1.0 - instance.kv_usage)
+    instance.queued_demand_blocks = instance.unstarted_prompt_blocks
+    instance.head_demand_blocks = instance.head_prompt_blocks
+    instance.queued = instance.unstarted
+    instance.batched = instance.in_flight - instance.unstarted
+
+
+@dataclass
+class _InFlight:
+    """What must be taken out of the records again when the request ends."""
+
+    slot: int
+    prompt_tokens: int
+    predicted_output_tokens: float
+    matched_tokens: int
+    streamed_tokens: int = 0
+
+
+class Ledger:
+    """A dispatcher's requests in flight, accounted for in the instance records of its view.
+
+    Args:
+        instances: (N,) records of `INSTANCE_VIEW`, one row of a view, written in place: the ledger fields and the load
+            fields that follow from them. An instance's `block_size` must be set before its first request and stay.
+    """
+
+    def __init__(self, instances: NDArray[np.void]):
+        self._instances = instances
+        self._in_flight: dict[str, _InFlight] = {}
+        # Per instance: its unstarted requests and their prompts' blocks, oldest first.
+        self._unstarted: list[dict[str, float]] = [{} for _ in instances]
+
+    def dispatch(
+        self,
+        request_id: str,
+        slot: int,
+        prompt_tokens: int,
+        predicted_output_tokens: float,
+        matched_tokens: int,
+    ) -> None:
+        """A request was sent to the instance in this slot.
+
+        Args:
+            request_id: not in flight already.
+            slot: index of the instance.
+            prompt_tokens: exact length of the prompt, at least 1.
+            predicted_output_tokens: predicted length of the answer.
+            matched_tokens: tokens of the prompt that the prefix index held for the instance.
+
+        Raises:
+            ValueError: an argument is out of its range; nothing is accounted for.
+        """
+        if request_id in self._in_flight:
+            raise ValueError(f"request {request_id!r} is in flight already; expected a new request_id")
+        if not 0 <= slot < len(self._instances):
+            raise ValueError(f"slot of request {request_id!r} is {slot}; expected 0 to {len(self._instances) - 1}")
+        if prompt_tokens < 1:
+            raise ValueError(f"prompt_tokens of request {request_id!r} is {prompt_tokens}; expected at least 1")
+        if not 0 <= matched_tokens <= prompt_tokens:
+            raise ValueError(
+                f"matched_tokens of request {request_id!r} is {matched_tokens}; expected 0 to {prompt_tokens}"
+            )
+        if not (math.isfinite(predicted_output_tokens) and predicted_output_tokens >= 0):
+            raise ValueError(
+                f"predicted_output_tokens of request {request_id!r} is {predicted_output_tokens}; "
+                "expected a finite number >= 0"
+            )
+        instance = self._instances[slot]
+        if not instance["block_size"] > 0:
+            raise ValueError(
+                f"block_size of instance {slot} is {instance['block_size']}; expected it set before a dispatch"
+            )
+        self._in_flight[request_id] = _InFlight(slot, prompt_tokens, predicted_output_tokens, matched_tokens)
+        self._unstarted[slot][request_id] = math.ceil(prompt_tokens / instance["block_size"])
+        on_dispatch(instance, prompt_tokens, predicted_output_tokens, matched_tokens)
+        self._refresh(slot)
+
+    def tokens(self, request_id: str, tokens: int) -> None:
+        """The instance streamed this many further tokens of the request, at least 1.
+
+        Raises:
+            ValueError: fewer than 1, or the request is not in flight.
+        """
+        request = self._request(request_id)
+        if tokens < 1:
+            raise ValueError(f"tokens of request {request_id!r} is {tokens}; expected at least 1")
+        instance = self._instances[request.slot]
+        if request.streamed_tokens == 0:
+            on_first_token(instance, request.prompt_tokens, request.matched_tokens)
+            del self._unstarted[request.slot][request_id]
+            self._refresh(request.slot)
+        on_tokens(instance, tokens)
+        request.streamed_tokens += tokens
+
+    def end(self, request_id: str) -> None:
+        """The request finished, failed or was cancelled: release what it was accounted for, once.
+
+        Raises:
+            ValueError: the request is not in flight (never dispatched, or ended before).
+        """
+        request = self._request(request_id)
+        del self._in_flight[request_id]
+        self._unstarted[request.slot].pop(request_id, None)
+        on_end(
+            self._instances[request.slot],
+            request.prompt_tokens,
+            request.predicted_output_tokens,
+            request.matched_tokens,
+            request.streamed_tokens,
+        )
+        self._refresh(request.slot)
+
+    def _request(self, request_id: str) -> _InFlight:
+        if request_id not in self._in_flight:
+            raise ValueError(
+                f"request {request_id!r} is not in flight; expected one that was dispatched and has not ended"
+            )
+        return self._in_flight[request_id]
+
+    def _refresh(self, slot: int) -> None:
+        instance = self._instances[slot]
+        instance["head_prompt_blocks"] = next(iter(self._unstarted[slot].values()), 0.0)
+        stock_load(instance)

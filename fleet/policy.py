@@ -1,0 +1,120 @@
+"""The interface of every policy, and the policies that are one compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+import numba
+import numpy as np
+from numba import types
+
+from fleetpilot.fleet.jit import function_pointer, kernel
+from fleetpilot.fleet.view import FLEET_VIEW, INSTANCE_VIEW, NONE, REQUEST_VIEW, Decision, FleetView
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Chooses one instance, or none, whenever the simulator or the dispatcher asks."""
+
+    name: str
+
+    def reset(self, batch: int, seed: int) -> None:
+        """Forget everything; `batch` fleets follow."""
+
+    def decide(self, view: FleetView) -> Decision:
+        """Choose for each row of the view. Rows are the same fleets from call to call since `reset`."""
+
+
+Choose = Callable[[Any, Any, Any], int]
+"""``choose(instances, requests, fleets) -> slot``: one row of a view as 1-D record arrays, `requests` and `fleets` of
+length 1."""
+
+CHOOSE_SIGNATURE = types.int64(
+    numba.from_dtype(INSTANCE_VIEW)[::1], numba.from_dtype(REQUEST_VIEW)[::1], numba.from_dtype(FLEET_VIEW)[::1]
+)
+
+
+class CompiledPolicy:
+    """A policy without state of its own: one function of the view, compiled, called inside the simulator's kernel.
+
+    Args:
+        name: as listed by ``fleetpilot list policies``.
+        choose: see `Choose`. Plain Python that Numba compiles.
+    """
+
+    def __init__(self, name: str, choose: Choose):
+        self.name = name
+        self.python_choose = choose
+
+    @cached_property
+    def choose(self) -> Any:
+        """The compiled function; all compiled policies share one type, so kernels are compiled once for all."""
+        return function_pointer(CHOOSE_SIGNATURE, self.python_choose)
+
+    def reset(self, batch: int, seed: int) -> None:
+        """Nothing to forget."""
+
+    def decide(self, view: FleetView) -> Decision:
+        """Choose for each row of the view."""
+        choice = np.empty(len(view), np.int64)
+        _choose_rows(self.choose, view.instances, view.request, view.fleet, choice)
+        return Decision(choice)
+
+    def __repr__(self) -> str:
+        return f"CompiledPolicy({self.name!r})"
+
+
+@kernel
+def _choose_rows(choose: Any, instances: Any, request: Any, fleet: Any, choice: Any) -> None:
+    for row in range(len(choice)):
+        choice[row] = choose(instances[row], request[row : row + 1], fleet[row : row + 1])
+
+
+@kernel
+def random_unit(key: int, stream: int) -> float:
+    """A uniform draw in [0, 1), a pure function of its two keys (SplitMix64's finaliser)."""
+    x = np.uint64(key) + np.uint64(0x9E3779B97F4A7C15) * np.uint64(stream + 1)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(31))
+    return np.float64(x >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+# Inlined because a kernel passed as an argument would be an address, which Numba cannot cache on disk.
+@numba.njit(inline="always", error_model="numpy")  # type: ignore[untyped-decorator]
+def lowest_candidate(key: Callable[[Any, Any, Any], Any], instances: Any, requests: Any, fleets: Any) -> int:
+    """The candidate of the lowest ``key(instance, request, fleet)``, as `min` with a key: ties go to the lowest slot.
+
+    `key` is a kernel that returns a float, or a tuple of floats to say how ties are broken. `NONE` without candidates.
+    """
+    best = NONE
+    best_key = key(instances[0], requests[0], fleets[0])
+    for slot in range(len(instances)):
+        if instances[slot].candidate != 0:
+            slot_key = key(instances[slot], requests[0], fleets[0])
+            if best == NONE or slot_key < best_key:
+                best, best_key = slot, slot_key
+    return best
+
+
+@kernel
+def candidate_count(instances: Any) -> int:
+    """How many instances may be chosen."""
+    count = 0
+    for slot in range(len(instances)):
+        if instances[slot].candidate != 0:
+            count += 1
+    return count
+
+
+@kernel
+def nth_candidate(instances: Any, n: int) -> int:
+    """The slot of the n-th candidate, counted from 0; `NONE` past the last."""
+    for slot in range(len(instances)):
+        if instances[slot].candidate != 0:
+            if n == 0:
+                return slot
+            n -= 1
+    return NONE

@@ -1,0 +1,642 @@
+"""The ``fleetpilot`` command. Everything heavy is imported by the subcommand that needs it."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import shlex
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import fleetpilot
+
+if TYPE_CHECKING:
+    from fleetpilot.cluster import FleetConfig
+    from fleetpilot.evaluation import Report, Scenario
+    from fleetpilot.fleet.profiles import HardwareProfile
+    from fleetpilot.workloads import RequestTable
+
+BAD_INPUT = 2
+NOTHING_FINISHED = 1
+INTERRUPTED = 130
+
+DEFAULT_PROFILE = "a10-llama-7b"
+DEFAULT_INSTANCES = 4
+
+EXAMPLES = """examples:
+  fleetpilot demo
+  fleetpilot list policies
+  fleetpilot simulate --policy lmetric --workload 'twin/azure-conv?n=5000' --instances 12
+  fleetpilot simulate --policy freeness --workload trace.csv --load 0.9 --json
+  fleetpilot evaluate --policies all --workload trace.csv --load 0.8,0.95 --segments 10 -o runs/mine
+  fleetpilot evaluate --experiment llumnix-motivation
+  fleetpilot trace inspect trace.csv
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: arguments; those of the process by default.
+
+    Returns:
+        The exit status: 0, 1 where no request finished, 2 for bad input, 130 after Ctrl-C.
+    """
+    debug = os.environ.get("FLEETPILOT_DEBUG") == "1"
+    try:
+        arguments = _parser().parse_args(argv)
+        with warnings.catch_warnings():
+            _say_each_warning_once()
+            status: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, MemoryError) as error:
+        if debug:
+            raise
+        return _say(f"error: {_one_line(error)}", BAD_INPUT)
+    except ModuleNotFoundError as error:
+        if debug or (error.name or "").startswith("fleetpilot"):
+            raise
+        return _say(f"error: {error.name} is not installed; this needs: pip install 'fleetpilot[eval]'", BAD_INPUT)
+
+
+def _say(text: str, status: int) -> int:
+    print(f"fleetpilot: {text}", file=sys.stderr)
+    return status
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _say_each_warning_once() -> None:
+    said = set()
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            _say(f"warning: {message}", 0)
+
+    warnings.simplefilter("default")
+    warnings.showwarning = show
+
+
+# --- the parser --------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, and a misspelt choice is answered with the nearest ones."""
+
+    def __init__(self, **options: Any):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if found:
+            message += _did_you_mean(found[1], [choice.strip("' ") for choice in found[2].split(",")])
+        _say(f"error: {message} (see {self.prog} --help)", BAD_INPUT)
+        sys.exit(BAD_INPUT)
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _known(kind: str, name: str, known: Iterable[str]) -> str:
+    """The name, if it is a known one.
+
+    Raises:
+        ValueError: naming the nearest and all known ones.
+    """
+    known = list(known)
+    if name not in known:
+        raise ValueError(f"{kind} {name!r} is not known{_did_you_mean(name, known)}; known: {', '.join(known)}")
+    return name
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="fleetpilot",
+        description="Scheduling policies for fleets of LLM inference engines, compared in simulation.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("--version", action="version", version=f"fleetpilot {fleetpilot.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
+    _add_demo(commands)
+    _add_list(commands)
+    _add_simulate(commands)
+    _add_evaluate(commands)
+    _add_trace(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, epilog: str = "") -> Any:
+    parser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=epilog)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _whole(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number >= {low}")
+        return value
+
+    return parse
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number > 0")
+    return value
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number >= 0 and < 1")
+    return value
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected names joined by commas")
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected different names")
+    return names
+
+
+def _loads(text: str) -> list[float]:
+    return [_positive(part) for part in _names(text)]
+
+
+def _add_workload_options(parser: Any, *, several: bool) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument(
+        "--workload",
+        metavar="NAME",
+        action="append" if several else "store",
+        help="a trace file, or a generated workload with its parameters such as 'gamma?rate=8&cv=3' "
+        "(fleetpilot list workloads)" + ("; may be given again" if several else ""),
+    )
+    group.add_argument(
+        "--superpose", metavar="K", type=_whole(1), default=1, help="lay K windows of the workload over each other"
+    )
+    group.add_argument(
+        "--drop-over-length", action="store_true", help="leave out requests that are too long for an instance"
+    )
+    group.add_argument(
+        "--load",
+        metavar="SHARE",
+        type=_loads if several else _positive,
+        help="speed the arrivals up or down to this share of the fleet's measured capacity, at most to twice their "
+        "speed; without --instances the fleet is sized for it" + ("; several joined by commas" if several else ""),
+    )
+    group.add_argument(
+        "--warmup-share",
+        metavar="X",
+        type=_share,
+        default=0.1,
+        help="share of the span that is not scored (default 0.1)",
+    )
+
+
+def _add_fleet_options(parser: Any) -> None:
+    group = parser.add_argument_group("fleet")
+    kind = group.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--profile",
+        metavar="NAME",
+        default=DEFAULT_PROFILE,
+        help=f"hardware profile of all instances, or a .toml file (default {DEFAULT_PROFILE}; "
+        "fleetpilot list profiles)",
+    )
+    kind.add_argument("--fleet", metavar="NAME:N,...", help="a mixed fleet, as a10-llama-7b:4,h100-llama-3.1-8b:2")
+    group.add_argument(
+        "--instances", metavar="N", type=_whole(1), help=f"number of instances (default {DEFAULT_INSTANCES})"
+    )
+    group.add_argument(
+        "--slo", metavar="NAME,...", type=_names, default=["chat"], help="SLO classes, by index (default chat)"
+    )
+    group.add_argument(
+        "--poll-interval-s", metavar="S", type=_positive, default=0.1, help="period of telemetry polls (default 0.1)"
+    )
+    group.add_argument(
+        "--poll-delay-s", metavar="S", type=float, default=0.0, help="time until a poll is visible (default 0)"
+    )
+    group.add_argument(
+        "--engine-reported",
+        action="store_true",
+        help="engines report their load exactly at every step, as in the Llumnix paper; stock vLLM does not",
+    )
+
+
+# --- fleets and workloads ----------------------------------------------------------------------------------------
+
+
+def _served(
+    arguments: argparse.Namespace, workload: str | None, load: float | None
+) -> tuple[RequestTable, FleetConfig]:
+    """What is to be served and by what, as the options say."""
+    from fleetpilot.cluster import FleetConfig, Telemetry
+    from fleetpilot.evaluation.segments import at_load, instances_for_load, superpose
+    from fleetpilot.fleet.slo import SLO_CLASSES
+
+    table = _table(workload)
+    if arguments.superpose > 1:
+        table = superpose(table, arguments.superpose)
+    profiles = _mixed(arguments) if arguments.fleet else (_profile(arguments.profile),)
+    table = _fitting(table, profiles, arguments.drop_over_length)
+    if not arguments.fleet:
+        sized = instances_for_load(table, profiles[0], load) if load and not arguments.instances else DEFAULT_INSTANCES
+        profiles *= arguments.instances or sized
+    fleet = FleetConfig(
+        profiles,
+        Telemetry(arguments.poll_interval_s, arguments.poll_delay_s, arguments.engine_reported),
+        slo_classes=tuple(SLO_CLASSES[_known("SLO class", name, SLO_CLASSES)] for name in arguments.slo),
+    )
+    return (at_load(table, fleet, load) if load else table), fleet
+
+
+def _table(name: str | None) -> RequestTable:
+    """The requests of a trace file, or of a workload by name."""
+    from fleetpilot.workloads import list_workloads, workload
+
+    if not name:
+        raise ValueError("--workload: expected a trace file or the name of a workload (fleetpilot list workloads)")
+    base, question_mark, parameters = name.partition("?")
+    if Path(base).is_file():
+        return workload(f"file:{name}").replace(name=f"{Path(base).name}{question_mark}{parameters}")
+    if ":" not in base:
+        known = [info.name for info in list_workloads() if not info.name.endswith("PATH")]
+        _known("workload (and no file is called so)", base, known)
+    return workload(name)
+
+
+def _fitting(table: RequestTable, profiles: Iterable[HardwareProfile], drop: bool) -> RequestTable:
+    """The requests that every instance can hold.
+
+    Raises:
+        ValueError: some do not fit and are not to be dropped.
+    """
+    from fleetpilot.evaluation.segments import within_length
+
+    smallest = min(profiles, key=lambda profile: profile.max_model_len)
+    kept = within_length(table, smallest.max_model_len)
+    left_out = f"{len(table) - len(kept):,} of {len(table):,} requests"
+    limit = f"more than the {smallest.max_model_len:,} tokens of {smallest.name}"
+    if len(kept) < len(table) and not drop:
+        raise ValueError(f"{table.name}: {left_out} have {limit}; --drop-over-length leaves them out")
+    if len(kept) < len(table):
+        warnings.warn(f"{table.name}: left out {left_out}: they have {limit}", stacklevel=2)
+    return kept
+
+
+def _profile(name: str) -> HardwareProfile:
+    from fleetpilot.fleet.profiles import list_profiles, load_profile
+
+    return load_profile(name if name.endswith(".toml") else _known("profile", name, list_profiles()))
+
+
+def _mixed(arguments: argparse.Namespace) -> tuple[HardwareProfile, ...]:
+    """The profiles of ``--fleet NAME:N,...``, one per instance."""
+    if arguments.instances:
+        raise ValueError(f"--instances {arguments.instances}: expected without --fleet, which has its own numbers")
+    profiles: list[HardwareProfile] = []
+    for part in _names(arguments.fleet):
+        name, _, count = part.rpartition(":")
+        if not name or not count.isdecimal() or int(count) < 1:
+            raise ValueError(f"--fleet {part!r}: expected NAME:N with N >= 1")
+        profiles += [_profile(name)] * int(count)
+    return tuple(profiles)
+
+
+def _policy(name: str) -> str:
+    from fleetpilot.baselines import BASELINES
+
+    return _known("policy", name, BASELINES)
+
+
+# --- simulate ----------------------------------------------------------------------------------------------------
+
+
+def _add_simulate(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "simulate",
+        _simulate,
+        "run one policy on one workload and print what happened",
+        "examples:\n"
+        "  fleetpilot simulate --workload 'twin/azure-conv?n=5000' --instances 12\n"
+        "  fleetpilot simulate --policy lmetric --workload trace.csv --load 0.9 --slo tight,loose --json\n"
+        "  fleetpilot simulate --workload 'llumnix/M-M?rate=3' --fleet a10-llama-7b:4,a10-llama-7b-13616:2 -o runs/a\n",
+    )
+    parser.add_argument(
+        "--policy", metavar="NAME", default="join-shortest-queue", help="policy (default join-shortest-queue)"
+    )
+    _add_workload_options(parser, several=False)
+    _add_fleet_options(parser)
+    parser.add_argument("--seed", metavar="N", type=_whole(0), default=0, help="seed of tie-breaks (default 0)")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, help="write requests, samples and summary there")
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from fleetpilot.baselines import load_policy
+    from fleetpilot.evaluation.provenance import fleet_json, provenance, table_hash, to_json
+    from fleetpilot.evaluation.report import run_text
+    from fleetpilot.evaluation.runner import compile_kernels, stderr_line
+    from fleetpilot.evaluation.runs import run_one
+
+    policy = _policy(arguments.policy)
+    compile_kernels([policy], stderr_line)
+    table, fleet = _served(arguments, arguments.workload, arguments.load)
+    outcome = run_one(table, fleet, load_policy(policy), seed=arguments.seed, warmup_share=arguments.warmup_share)
+    config = {"workload_hash": table_hash(table), "fleet": fleet_json(fleet), "warmup_share": arguments.warmup_share}
+    record = {"config": config, "command": shlex.join(sys.argv), **provenance()}
+    if arguments.out:
+        outcome.write(arguments.out / "run", record)
+    stderr_line("")
+    print(to_json({**outcome.summary, **record}) if arguments.json else run_text(outcome.summary, fleet))
+    return NOTHING_FINISHED if outcome.summary["completed"] == 0 else 0
+
+
+# --- evaluate ----------------------------------------------------------------------------------------------------
+
+
+def _add_evaluate(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "evaluate",
+        _evaluate,
+        "compare policies on the same segments of the same workloads, and write a report",
+        "Runs that are in the folder already are not run again: after Ctrl-C the same command goes on.\n\n"
+        "examples:\n"
+        "  fleetpilot evaluate --policies all --workload trace.csv --drop-over-length --load 0.8,0.95 --segments 10\n"
+        "  fleetpilot evaluate --policies round-robin,lmetric --workload 'twin/azure-conv' --instances 12 -o runs/two\n"
+        "  fleetpilot evaluate --experiment llumnix-motivation\n",
+    )
+    parser.add_argument(
+        "--policies", metavar="NAME,...", type=_names, default=["all"], help="policies, or all (the default)"
+    )
+    parser.add_argument(
+        "--baseline", metavar="NAME", help="policy that the others are compared with (default the first)"
+    )
+    parser.add_argument(
+        "--experiment", metavar="NAME", help="run a paper's experiment instead (fleetpilot list experiments)"
+    )
+    _add_workload_options(parser, several=True)
+    parser.add_argument(
+        "--segments", metavar="K", type=_whole(1), default=10, help="cut each workload into K windows (default 10)"
+    )
+    _add_fleet_options(parser)
+    parser.add_argument("--seeds", metavar="N", type=_whole(1), default=3, help="number of tie-break seeds (default 3)")
+    parser.add_argument("--workers", metavar="N", type=_whole(1), help="processes (default: all cores)")
+    parser.add_argument(
+        "-o", "--out", metavar="FOLDER", type=Path, help="folder of runs and report (default runs/evaluation)"
+    )
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from fleetpilot.evaluation import Interrupted, evaluate, write_report
+
+    out = arguments.out or Path("runs") / (arguments.experiment or "evaluation")
+    try:
+        if arguments.experiment:
+            return _experiment(arguments, out)
+        policies = _policies(arguments.policies)
+        if arguments.baseline and arguments.baseline not in policies:
+            raise ValueError(f"--baseline {arguments.baseline!r}: expected one of the policies: {', '.join(policies)}")
+        scenarios = [
+            _scenario(arguments, workload, load)
+            for workload in arguments.workload or [None]
+            for load in arguments.load or [None]
+        ]
+        runs = evaluate(scenarios, policies, out, seeds=range(arguments.seeds), workers=arguments.workers)
+        return _report(write_report(runs, out, baseline=arguments.baseline))
+    except Interrupted as interrupted:
+        return _say(f"{interrupted} in {out}; the same command goes on from there", INTERRUPTED)
+
+
+def _policies(names: list[str]) -> list[str]:
+    from fleetpilot.baselines import BASELINES
+
+    return list(BASELINES) if names == ["all"] else [_policy(name) for name in names]
+
+
+def _scenario(arguments: argparse.Namespace, workload: str | None, load: float | None) -> Scenario:
+    from fleetpilot.evaluation import Scenario, cut
+
+    table, fleet = _served(arguments, workload, load)
+    kinds = Counter(profile.name for profile in fleet.profiles)
+    name = f"{table.name} on {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}"
+    return Scenario(
+        name if load is None else f"{name} at load {load:g}",
+        cut(table, arguments.segments),
+        fleet,
+        warmup_share=arguments.warmup_share,
+    )
+
+
+def _report(report: Report) -> int:
+    from fleetpilot.evaluation.runner import stderr_line
+
+    stderr_line("")
+    print(report.text)
+    for path in (report.html, report.markdown, report.csv, *report.plots):
+        print(path)
+    return 0
+
+
+def _experiment(arguments: argparse.Namespace, out: Path) -> int:
+    from fleetpilot.evaluation.experiments import EXPERIMENTS, load_experiment
+    from fleetpilot.evaluation.runner import stderr_line
+    from fleetpilot.evaluation.tables import markdown, plain
+
+    experiment = load_experiment(_known("experiment", arguments.experiment, EXPERIMENTS))
+    tables = experiment.run(out, workers=arguments.workers)
+    (out / "report.md").write_text("\n".join(map(markdown, tables)))
+    stderr_line("")
+    print("\n".join(map(plain, tables)))
+    print(out / "report.md")
+    return 0
+
+
+# --- demo --------------------------------------------------------------------------------------------------------
+
+
+def _add_demo(commands: Any) -> None:
+    parser = _command(commands, "demo", _demo, "compare all policies on a small workload and draw the result")
+    parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, default=Path("demo"), help="folder (default demo)")
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from fleetpilot.evaluation import Interrupted
+    from fleetpilot.evaluation.demo import demo
+
+    try:
+        return _report(demo(arguments.out))
+    except Interrupted as interrupted:
+        return _say(f"{interrupted} in {arguments.out}; the same command goes on from there", INTERRUPTED)
+
+
+# --- trace -------------------------------------------------------------------------------------------------------
+
+
+def _add_trace(commands: Any) -> None:
+    parser = commands.add_parser(
+        "trace",
+        help="inspect, convert, generate and fetch request traces",
+        description="Inspect, convert, generate and fetch request traces. Where a trace is wanted, a file does (with\n"
+        "the parameters of 'file:' behind a ?), and so does a workload's name.",
+        epilog="examples:\n"
+        "  fleetpilot trace inspect trace.csv\n"
+        "  fleetpilot trace convert trace.csv trace.jsonl\n"
+        "  fleetpilot trace generate 'gamma?rate=8&cv=3&n=20000' bursty.csv\n"
+        "  fleetpilot trace fetch azure_2023_conv -o traces\n",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True, dest="action")
+    inspect = _command(actions, "inspect", _inspect, "describe a trace: rate, burstiness, lengths, sessions, prefixes")
+    inspect.add_argument("trace", metavar="TRACE")
+    inspect.add_argument("--json", action="store_true", help="print the description as JSON")
+    for action, source in {"convert": "TRACE", "generate": "WORKLOAD"}.items():
+        summary = f"write a {source.lower()} as Mooncake JSON lines (.jsonl) or Vidur CSV (.csv)"
+        writer = _command(actions, action, _convert, summary)
+        writer.add_argument("trace", metavar=source)
+        writer.add_argument("target", metavar="FILE", type=Path, help="ends in .jsonl (Mooncake) or .csv (Vidur)")
+    fetch = _command(actions, "fetch", _fetch, "download a public trace and check it (fleetpilot list traces)")
+    fetch.add_argument("name", metavar="NAME")
+    fetch.add_argument(
+        "-o", "--out", metavar="FOLDER", type=Path, default=Path("traces"), help="folder (default traces)"
+    )
+    fetch.add_argument("--url", help="a mirror")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from fleetpilot.evaluation.provenance import to_json
+    from fleetpilot.evaluation.workload_summary import workload_summary, workload_text
+    from fleetpilot.workloads import read_summary
+
+    table = _table(arguments.trace)
+    if arguments.json:
+        print(to_json({**workload_summary(table), "meta": table.meta}))
+        return 0
+    if "read" in table.meta:
+        print(read_summary(table))
+    print(workload_text(workload_summary(table)))
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from fleetpilot.workloads import write_mooncake, write_vidur
+
+    writers = {".jsonl": write_mooncake, ".csv": write_vidur}
+    if arguments.target.suffix not in writers:
+        raise ValueError(f"FILE {str(arguments.target)!r}: expected a name that ends in {' or '.join(writers)}")
+    table = _table(arguments.trace)
+    writers[arguments.target.suffix](table, arguments.target)
+    print(f"{arguments.target}: {len(table):,} requests")
+    return 0
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    from fleetpilot.workloads.fetch import SOURCES, fetch
+
+    source = SOURCES[_known("trace", arguments.name, SOURCES)]
+    path = fetch(arguments.name, arguments.out, arguments.url)
+    print(f"{path}\n{source.attribution}; {source.licence}")
+    return 0
+
+
+# --- list --------------------------------------------------------------------------------------------------------
+
+
+def _add_list(commands: Any) -> None:
+    parser = _command(commands, "list", _list, "name the " + ", ".join(_LISTS))
+    parser.add_argument(
+        "what", nargs="?", choices=_LISTS, metavar="WHAT", help=f"one of {', '.join(_LISTS)}; all of them by default"
+    )
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    for what in [arguments.what] if arguments.what else _LISTS:
+        if not arguments.what:
+            print(f"\n{what}")
+        for row in _aligned(_LISTS[what]()):
+            print(row if arguments.what else f"  {row}")
+    return 0
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _list_policies() -> list[tuple[str, ...]]:
+    from fleetpilot.baselines import policy_rows
+
+    return [(row.name, row.rule) for row in policy_rows()]
+
+
+def _list_profiles() -> list[tuple[str, ...]]:
+    from fleetpilot.fleet.profiles import profile_rows
+
+    rows = profile_rows()
+    return [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
+
+
+def _list_workloads() -> list[tuple[str, ...]]:
+    from fleetpilot.workloads import list_workloads
+
+    return [
+        (info.name, info.summary, "?" + "&".join(f"{name}={default}" for name, default in info.parameters.items()))
+        for info in list_workloads()
+    ]
+
+
+def _list_experiments() -> list[tuple[str, ...]]:
+    from fleetpilot.evaluation.experiments import EXPERIMENTS, load_experiment
+
+    return [(name, (load_experiment(name).__doc__ or "").splitlines()[0]) for name in EXPERIMENTS]
+
+
+def _list_traces() -> list[tuple[str, ...]]:
+    from fleetpilot.workloads.fetch import SOURCES
+
+    return [(name, source.format, source.licence, source.attribution) for name, source in SOURCES.items()]
+
+
+_LISTS: dict[str, Callable[[], list[tuple[str, ...]]]] = {
+    "policies": _list_policies,
+    "profiles": _list_profiles,
+    "workloads": _list_workloads,
+    "traces": _list_traces,
+    "experiments": _list_experiments,
+}

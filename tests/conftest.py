@@ -1,0 +1,30 @@
+"""Set-up shared by all tests: hypothesis profiles, the folder of real traces, imports of the helper modules here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode leaves it out; tests import `oracle` and `strategies`
+
+settings.register_profile(
+    "ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "fuzz", max_examples=5000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("fuzz" if os.environ.get("FLEETPILOT_FUZZ") == "1" else "ci")
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """The folder of real traces: FLEETPILOT_TRACES, by default `../shared/traces` beside the checkout."""
+    default = Path(__file__).parents[1] / ".." / "shared" / "traces"
+    folder = Path(os.environ.get("FLEETPILOT_TRACES", default)).resolve()
+    if not folder.is_dir():
+        pytest.skip(f"no folder of real traces at {folder}; set FLEETPILOT_TRACES")
+    return folder

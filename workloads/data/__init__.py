@@ -1,0 +1,1 @@
+"""Published statistics of workloads: quantile tables with their sources. No rows of any trace."""
