@@ -6,7 +6,8 @@ Knows nothing of Gymnasium, torch or HTTP.
 if not __name__.startswith("fleetpilot."):
     raise ImportError("import fleetpilot.cluster, not cluster")
 
+from fleetpilot.cluster.batch import ClusterBatch
 from fleetpilot.cluster.config import FleetConfig, Telemetry, fleet_of
 from fleetpilot.cluster.simulation import RunLog, simulate, simulate_stream
 
-__all__ = ["FleetConfig", "RunLog", "Telemetry", "fleet_of", "simulate", "simulate_stream"]
+__all__ = ["ClusterBatch", "FleetConfig", "RunLog", "Telemetry", "fleet_of", "simulate", "simulate_stream"]

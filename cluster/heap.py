@@ -14,19 +14,19 @@ def _before(a: Any, b: Any) -> bool:
 
 @kernel
 def _swap(heap: Any, i: int, j: int) -> None:
-    time_s, item, row = heap[i].time_s, heap[i].item, heap[i].row
+    time_s, index, row = heap[i].time_s, heap[i].index, heap[i].row
     heap[i] = heap[j]
     heap[j].time_s = time_s
-    heap[j].item = item
+    heap[j].index = index
     heap[j].row = row
 
 
 @kernel
-def push(heap: Any, first: int, size: int, time_s: float, item: int, row: int) -> int:
+def push(heap: Any, first: int, size: int, time_s: float, index: int, row: int) -> int:
     """Add an item to the heap of `size` items that begins at `first`; returns the new size."""
     i = size
     heap[first + i].time_s = time_s
-    heap[first + i].item = item
+    heap[first + i].index = index
     heap[first + i].row = row
     while i > 0 and _before(heap[first + i], heap[first + (i - 1) // 2]):
         _swap(heap, first + i, first + (i - 1) // 2)

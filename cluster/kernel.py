@@ -8,6 +8,27 @@ import numpy as np
 
 from fleetpilot.cluster import heap
 from fleetpilot.cluster.kv_cache import available_blocks, decode_demand, release, steps_that_fit, take
+from fleetpilot.cluster.memory import (
+    batch_at,
+    counts_at,
+    deadline_at,
+    deadline_heap,
+    engine_at,
+    env_at,
+    indexed_array,
+    instance_at,
+    itl_at,
+    log_at,
+    next_at,
+    node_array,
+    released_at,
+    released_heap,
+    row_at,
+    slot_at,
+    target_at,
+    view_fleet_at,
+    view_instance_at,
+)
 from fleetpilot.cluster.scheduler import decoding, enqueue, join_decodes, leave_decodes, move, schedule, sit_out
 from fleetpilot.cluster.state import (
     CUT,
@@ -16,7 +37,6 @@ from fleetpilot.cluster.state import (
     FINISHED,
     IDLE,
     MIXED,
-    MODE_PREFILL_FIRST,
     NEED_DECISION,
     NEED_FLUSH,
     NEED_ROWS,
@@ -36,10 +56,8 @@ from fleetpilot.cluster.telemetry import (
 )
 from fleetpilot.fleet import ledger, prefix_index
 from fleetpilot.fleet.cost_model import base_time_s
-from fleetpilot.cluster.memory import indexed_array, node_array, batch_at, counts_at, deadline_at, deadline_heap, engine_at, env_at, instance_at, itl_at, log_at, next_at, released_at, released_heap, row_at, slot_at, target_at, view_fleet_at, view_instance_at
 from fleetpilot.fleet.jit import inlined, kernel
 from fleetpilot.fleet.policy import random_unit
-
 
 # --- one instance ---------------------------------------------------------------------------------------------------
 
@@ -96,10 +114,8 @@ def _account_decodes(s: Any, inst: Any, engine: Any, steps: int, time_s: float) 
         take(s, inst, decode_demand(s, inst, engine, inst.steps_done + 1, steps - 1))
     inst.last_step_s = time_s - step_end_s(inst, engine, inst.planned - 1)
     if counts_at(s, 0).itl_bins > 0:
-        if engine.mode == MODE_PREFILL_FIRST:
-            _count_gaps_after_prefill(s, inst, engine, steps, time_s)
-        else:
-            count_gaps(s, inst, engine, inst.steps + 1, inst.steps + steps, decodes)
+        _count_gaps(s, inst, engine, steps)
+    previous_s = inst.last_decode_s
     inst.last_decode_s = time_s
     inst.steps_done += steps
     inst.decode_steps += steps
@@ -107,21 +123,30 @@ def _account_decodes(s: Any, inst: Any, engine: Any, steps: int, time_s: float) 
     inst.streamed_tokens += steps * decodes
     inst.generated_tokens += steps * decodes
     if inst.sitting_out < inst.in_batch:
-        sit_out(s, inst, engine)
+        sit_out(s, inst, engine, previous_s)
+
+
+@inlined
+def _count_gaps(s: Any, inst: Any, engine: Any, steps: int) -> None:
+    """Gaps of the `steps` decode steps that end; the first is longer for requests that waited for others' prefill, or sat out."""
+    first = inst.steps + 1
+    if inst.uneven != 0 or inst.last_decode_s != step_end_s(inst, engine, inst.steps):
+        _count_first_gaps(s, inst, step_end_s(inst, engine, first))
+        first += 1
+    count_gaps(s, inst, engine, first, inst.steps + steps, inst.decodes_in_leap)
 
 
 @kernel
-def _count_gaps_after_prefill(s: Any, inst: Any, engine: Any, steps: int, time_s: float) -> None:
-    """Decodes wait while others prefill: the first gap of each runs from its own last token."""
-    first = inst.steps + 1
-    start_s = step_end_s(inst, engine, inst.steps)
-    if inst.last_decode_s != start_s:
-        end_s = step_end_s(inst, engine, first)
-        for position in range(inst.sitting_out):
-            slot = slot_at(s, batch_at(s, inst.batch0 + position).slot)
-            itl_at(s, itl_bin(end_s - max(slot.joined_s, inst.last_decode_s))).count += 1
-        first += 1
-    count_gaps(s, inst, engine, first, inst.steps + steps, inst.decodes_in_leap)
+def _count_first_gaps(s: Any, inst: Any, end_s: float) -> None:
+    """One gap for each decode in the step that ended, from its own last token."""
+    inst.uneven = 0
+    for position in range(inst.sitting_out):
+        entry = batch_at(s, inst.batch0 + position)
+        if entry.finish_step != NEVER:
+            slot = slot_at(s, entry.slot)
+            last_token_s = slot.joined_s if slot.sat_out != 0 else max(slot.joined_s, inst.last_decode_s)
+            itl_at(s, itl_bin(end_s - last_token_s)).count += 1
+            slot.sat_out = 0
 
 
 @inlined
@@ -261,7 +286,14 @@ def _finish(s: Any, e: int, g: int, index: int, time_s: float) -> None:
     child = slot.first_child
     while child != NIL:
         row = row_at(s, env.row0 + child)
-        env.released = heap.push(released_heap(s, env.released0 + env.released + 1), env.released0, env.released, time_s + row.think_s, child, child)
+        env.released = heap.push(
+            released_heap(s, env.released0 + env.released + 1),
+            env.released0,
+            env.released,
+            time_s + row.think_s,
+            child,
+            child,
+        )
         child = row.next_sibling
     slot.row = NIL
     slot.next = env.free_slot
@@ -405,13 +437,16 @@ def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     slot.cached_tokens = 0
     slot.preemptions = 0
     slot.started = 0
+    slot.sat_out = 0
     slot.missed = 0
     target = target_at(s, env.target0 + min(row.slo_class, env.classes - 1))
     slot.ttft_target_s = target.ttft_s + target.ttft_s_per_token * row.prompt_tokens
     slot.tpot_target_s = target.tpot_s
     if env.track_targets != 0 and slot.ttft_target_s < np.inf:
         due_s = time_s + slot.ttft_target_s
-        env.deadlines = heap.push(deadline_heap(s, env.deadline0 + env.deadlines + 1), env.deadline0, env.deadlines, due_s, index, slot.row)
+        env.deadlines = heap.push(
+            deadline_heap(s, env.deadline0 + env.deadlines + 1), env.deadline0, env.deadlines, due_s, index, slot.row
+        )
     return index
 
 
@@ -432,10 +467,10 @@ def _pass_targets(s: Any, env: Any, time_s: float) -> None:
     """Count requests whose target for the first token has passed without one."""
     while env.deadlines > 0 and deadline_at(s, env.deadline0).time_s < time_s:
         first = deadline_at(s, env.deadline0)
-        slot = slot_at(s, first.item)
+        slot = slot_at(s, first.index)
         if slot.row == first.row and slot.started == 0 and slot.missed == 0:
             slot.missed = 1
-            env.held_misses += 1
+            env.misses += 1
         env.deadlines = heap.pop(deadline_heap(s, env.deadline0 + env.deadlines), env.deadline0, env.deadlines)
 
 
@@ -517,7 +552,9 @@ def _least_loaded(s: Any, env: Any) -> int:
     best = NIL
     for i in range(env.instances):
         view = view_instance_at(s, env.instance0 + i)
-        if view.candidate != 0 and (best == NIL or view.in_flight < view_instance_at(s, env.instance0 + best).in_flight):
+        if view.candidate != 0 and (
+            best == NIL or view.in_flight < view_instance_at(s, env.instance0 + best).in_flight
+        ):
             best = i
     return best
 
@@ -620,3 +657,43 @@ def cut(s: Any, e: int) -> None:
     while index != NIL:
         _log(s, env, index, CUT, np.nan)
         index = slot_at(s, index).next
+
+
+COSTS = 7
+"""What `costs` writes: waiting_s, misses, preemption_loss_s, finished, generated_tokens, arrived, time_s."""
+
+
+@kernel
+def costs(s: Any, e: int, out: Any) -> None:
+    """The costs of environment `e` from its start to now, its last decision or end (see `COSTS`).
+
+    `waiting_s` sums the time that requests have been without a first token, `misses` counts requests that have missed a target.
+    """
+    env = env_at(s, e)
+    now_s = env.time_s
+    out[0] = env.held_area_s + env.held * (now_s - env.held_since_s)
+    out[1] = env.misses
+    out[2] = 0.0
+    out[3] = 0.0
+    out[4] = 0.0
+    for g in range(env.instance0, env.instance0 + env.instances):
+        inst = instance_at(s, g)
+        out[0] += inst.unstarted_area_s + view_instance_at(s, g).unstarted * (now_s - inst.unstarted_since_s)
+        out[1] += inst.misses
+        out[2] += inst.preemption_loss_s
+        out[3] += inst.finished
+        out[4] += inst.generated_tokens
+    out[5] = out[3] + env.active
+    out[6] = now_s
+
+
+@kernel
+def unmissed(s: Any, e: int) -> int:
+    """Requests in the system that have not missed a target yet: where the run ends now, they are misses too."""
+    env = env_at(s, e)
+    count = 0
+    for index in range(env.slot0, env.slot0 + env.slots):
+        slot = slot_at(s, index)
+        if slot.row != NIL and slot.missed == 0:
+            count += 1
+    return count

@@ -142,7 +142,9 @@ def capacity_for(
     )
 
 
-def load_fleet(state: State, size: Capacity, e: int, fleet: FleetConfig, engines: NDArray[np.void] | None = None) -> None:
+def load_fleet(
+    state: State, size: Capacity, e: int, fleet: FleetConfig, engines: NDArray[np.void] | None = None
+) -> None:
     """Set environment `e` up with idle instances and no requests; `engines` replaces the profiles' own constants."""
     n = len(fleet.profiles)
     first = e * size.instances
@@ -160,7 +162,17 @@ def load_fleet(state: State, size: Capacity, e: int, fleet: FleetConfig, engines
     instance["node0"] = e * size.nodes
     instance["poll0"] = g * size.polls
     instance["polls"] = size.polls
-    for name in ("prefilling", "head", "tail", "lru_head", "lru_tail", "unstarted_head", "unstarted_tail", "index_head", "index_tail"):
+    for name in (
+        "prefilling",
+        "head",
+        "tail",
+        "lru_head",
+        "lru_tail",
+        "unstarted_head",
+        "unstarted_tail",
+        "index_head",
+        "index_tail",
+    ):
         instance[name] = NIL
     instance["first_finish_step"] = NEVER
     instance["free_blocks"] = engines["kv_blocks"]

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleetpilot.cluster.state import NIL
 from fleetpilot.cluster.memory import node_at, residency_at, slot_at
+from fleetpilot.cluster.state import NIL
 from fleetpilot.fleet.jit import inlined, kernel
 
 
@@ -201,6 +201,7 @@ def pin(s: Any, inst: Any, slot_index: int, matched: int, block_size: int) -> No
         node = node_at(s, inst.node0 + node).parent
     if slot.resident_blocks > 0:
         remove_extent(s, inst, -2 - slot_index)
+        inst.free_blocks += slot.resident_blocks - (matched - slot.node_blocks)
         slot.resident_blocks = 0
 
 

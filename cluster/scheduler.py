@@ -12,8 +12,8 @@ import numpy as np
 
 from fleetpilot.cluster import prefix_cache
 from fleetpilot.cluster.kv_cache import available_blocks, blocks_for, decode_demand, release, take
-from fleetpilot.cluster.state import MODE_CHUNKED, MODE_PREFILL_FIRST, NEVER, NIL
 from fleetpilot.cluster.memory import batch_at, residue_at, slot_at
+from fleetpilot.cluster.state import MODE_CHUNKED, MODE_PREFILL_FIRST, NEVER, NIL
 from fleetpilot.fleet.jit import inlined, kernel
 
 
@@ -109,7 +109,9 @@ def _preempt(s: Any, inst: Any, engine: Any, position: int, has_block: bool, tim
     slot = slot_at(s, index)
     if entry.finish_step != NEVER:
         computed = leave_decodes(s, inst, engine, slot)
-        slot.joined_s = max(slot.joined_s, inst.last_decode_s)
+        if slot.sat_out == 0:
+            slot.joined_s = max(slot.joined_s, inst.last_decode_s)
+        slot.sat_out = 0
         held = blocks_for(computed + 1 if has_block else computed, engine.block_size)
     else:
         computed = slot.computed_tokens
@@ -311,7 +313,7 @@ def schedule(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int, float]
 
 
 @kernel
-def sit_out(s: Any, inst: Any, engine: Any) -> None:
+def sit_out(s: Any, inst: Any, engine: Any, last_token_s: float) -> None:
     """The decode step that was just counted was not theirs: requests from `sitting_out` on stay where they were."""
     for position in range(inst.sitting_out, inst.in_batch):
         entry = batch_at(s, inst.batch0 + position)
@@ -321,10 +323,14 @@ def sit_out(s: Any, inst: Any, engine: Any) -> None:
             residue_at(s, inst.residues0 + residue).decodes -= 1
             entry.finish_step += 1
             slot.generated -= 1
+            if slot.sat_out == 0:
+                slot.sat_out = 1
+                slot.joined_s = max(slot.joined_s, last_token_s)
             residue = residue - 1 if residue > 0 else engine.block_size - 1
             residue_at(s, inst.residues0 + residue).decodes += 1
     inst.first_finish_step = _first_finish(s, inst)
     inst.changed = 1
+    inst.uneven = 1
 
 
 @kernel

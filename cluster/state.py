@@ -93,6 +93,7 @@ SLOT = np.dtype(  # a request between its arrival and its end
         ("cached_tokens", "i4"),
         ("preemptions", "i4"),
         ("started", "i4"),
+        ("sat_out", "i4"),  # 1: missed the last decode step, so joined_s is its last token
         ("missed", "i4"),  # 1: has missed a target
     ],
     align=True,
@@ -158,6 +159,7 @@ INSTANCE = np.dtype(
         ("prefilling", "i8"),  # list of slots prefilled in this iteration
         ("changed", "i8"),
         ("preempted", "i8"),  # the last boundary preempted
+        ("uneven", "i8"),  # some request sat out the last decode step
         ("sitting_out", "i8"),  # position in the batch from which on requests miss this iteration
         # the waiting queue
         ("head", "i8"),
@@ -248,7 +250,7 @@ ENV = np.dtype(
         ("held_area_s", "f8"),
         ("held_since_s", "f8"),
         ("deadlines", "i8"),  # entries in the heap of first-token targets
-        ("held_misses", "i8"),
+        ("misses", "i8"),  # targets for the first token that passed without one
         # configuration
         ("seed", "u8"),
         ("leap", "i8"),
@@ -267,7 +269,7 @@ ENV = np.dtype(
     align=True,
 )
 
-TIMED = np.dtype([("time_s", "f8"), ("item", "i8"), ("row", "i8")], align=True)
+TIMED = np.dtype([("time_s", "f8"), ("index", "i8"), ("row", "i8")], align=True)
 
 TARGET = np.dtype([("ttft_s", "f8"), ("ttft_s_per_token", "f8"), ("tpot_s", "f8")], align=True)
 

@@ -8,10 +8,24 @@ from typing import Any
 import numpy as np
 
 from fleetpilot.cluster.kv_cache import available_blocks, blocks_for, decode_demand
+from fleetpilot.cluster.memory import (
+    counts_at,
+    engine_at,
+    env_at,
+    indexed_array,
+    instance_at,
+    itl_at,
+    node_array,
+    poll_at,
+    sample_at,
+    slot_at,
+    view_fleet_at,
+    view_instance_at,
+    view_request_at,
+)
 from fleetpilot.cluster.state import DECODE, ITL_BINS, ITL_BINS_PER_OCTAVE, ITL_LOWEST_EXPONENT, NIL
 from fleetpilot.fleet import prefix_index
 from fleetpilot.fleet.cost_model import leap_end_s
-from fleetpilot.cluster.memory import indexed_array, node_array, counts_at, engine_at, env_at, instance_at, itl_at, poll_at, sample_at, slot_at, view_fleet_at, view_instance_at, view_request_at
 from fleetpilot.fleet.jit import inlined, kernel
 from fleetpilot.fleet.ledger import stock_load
 from fleetpilot.fleet.policy import random_unit
@@ -58,11 +72,11 @@ def used_blocks(s: Any, inst: Any, engine: Any, time_s: float) -> int:
 
 @inlined
 def record_polls(s: Any, inst: Any, engine: Any, env: Any, time_s: float) -> None:
-    """Before the instance changes at `time_s`: keep what polls before then saw (the last ones that fit the ring)."""
-    due = np.int64(np.ceil(time_s / env.poll_interval_s))
-    while due > 0 and (due - 1) * env.poll_interval_s >= time_s:
+    """Before the instance changes at `time_s`: keep what polls until then saw (the last ones that fit the ring)."""
+    due = np.int64(np.floor(time_s / env.poll_interval_s)) + 1
+    while due > 0 and (due - 1) * env.poll_interval_s > time_s:
         due -= 1
-    while due * env.poll_interval_s < time_s:
+    while due * env.poll_interval_s <= time_s:
         due += 1
     for k in range(max(inst.next_poll, due - inst.polls), due):
         poll = poll_at(s, inst.poll0 + k % inst.polls)

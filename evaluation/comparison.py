@@ -185,7 +185,8 @@ def _pooled_metrics(
 
 
 def _slo_class(plain: dict[str, Any]) -> SLOClass:
-    return SLOClass(**{key: np.inf if value is None else value for key, value in plain.items()})
+    fields: dict[str, Any] = {key: np.inf if value is None else value for key, value in plain.items()}
+    return SLOClass(**fields)
 
 
 def difference(policy: PolicyResult, baseline: PolicyResult, metric: Metric) -> Difference:
@@ -254,11 +255,28 @@ def differences_table(result: ScenarioResult) -> Table:
         rows.append([*row, Text(_relative_misses(policy, misses))])
     note = (
         f"Mean of the paired differences over {len(baseline.segments)} segments with its 95 % bootstrap interval, "
-        "marked where all of it is better; p of the Wilcoxon signed-rank test; share of segments won. Goodput in points; "
-        f"misses relative to the baseline's only where it misses at least {RELATIVE_FROM_MISSES:.0%}."
+        "marked where all of it is better; p of the Wilcoxon signed-rank test; share of segments won. Goodput in "
+        f"points; misses relative to the baseline's only where it misses at least {RELATIVE_FROM_MISSES:.0%}."
     )
     header = ["policy", *(title for metric in COMPARED for title in (metric.title, "p", "won %")), "misses %"]
     return Table(f"{result.name}: differences to {baseline.policy}", header, rows, note)
+
+
+def rescored_table(result: ScenarioResult) -> Table:
+    """Every policy's goodput with all SLO targets multiplied, and by SLO class where there are several."""
+    classes = sorted({name for policy in result.policies for name in policy.pooled["goodput"]["by_class"]})
+    by_scale = [
+        Metric(f"{scale:g}x", ("goodput", "by_scale", f"{scale:g}"), 100, False) for scale in metrics.SLO_SCALES
+    ]
+    by_class = [Metric(name, ("goodput", "by_class", name), 100, False) for name in classes]
+    shown = by_scale + (by_class if len(by_class) > 1 else [])
+    columns = [_column(result, metric) for metric in shown]
+    return Table(
+        f"{result.name}: goodput % with other targets",
+        ["policy", *(metric.title for metric in shown)],
+        [[Text(policy.policy), *cells] for policy, *cells in zip(result.policies, *columns, strict=True)],
+        "All SLO targets multiplied, from the same runs; by SLO class where there are several.",
+    )
 
 
 def _relative_misses(policy: PolicyResult, baseline_misses: float) -> str:

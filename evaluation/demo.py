@@ -12,19 +12,22 @@ from fleetpilot.evaluation.segments import at_load, cut, within_length
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.workloads import workload
 
-LOAD = 0.9
+LOAD = 0.8
 INSTANCES = 12
-SEGMENTS = 5
+SEGMENTS = 10
 
 
 def demo(out: Path) -> Report:
-    """Compare all policies on the twin of the Azure 2023 conversation trace, served by A10s at 0.9 of their capacity.
+    """Compare all policies on the twin of the Azure 2023 conversation trace, served by A10s at 0.8 of their capacity.
+
+    The trace's rate is half as high again in the middle of its hour, so the fleet is overloaded for a while. Output
+    lengths are predicted with an error, log-normal of sigma 0.5.
 
     Args:
         out: folder for runs and report.
     """
     profile = load_profile("a10-llama-7b")
     fleet = FleetConfig.of(profile, INSTANCES)
-    table = at_load(within_length(workload("twin/azure-conv"), profile.max_model_len), fleet, LOAD)
+    table = at_load(within_length(workload("twin/azure-conv?predict=error:0.5"), profile.max_model_len), fleet, LOAD)
     scenario = Scenario(f"Azure conversation twin, {INSTANCES} x A10, load {LOAD:g}", cut(table, SEGMENTS), fleet)
     return write_report(evaluate([scenario], list(BASELINES), out, seeds=(0,)), out, baseline="round-robin")

@@ -93,7 +93,8 @@ def request_metrics(requests: NDArray[np.void]) -> dict[str, NDArray[np.float64]
         - ``queueing_s``: first admission to a batch - intended arrival.
         - ``dispatch_delay_s``: dispatch - intended arrival (the time held at the dispatcher).
         - ``normalised_latency_s``: E2E / generated tokens; undefined where none was generated.
-        - ``preemption_loss_s``: re-prefill wait + recompute - one decode step, summed over its preemptions (Llumnix).
+        - ``preemption_loss_s``: re-prefill wait + recompute - one decode step, summed over its preemptions (Llumnix);
+          as a difference it may be negative, where a prefix cache kept what was computed.
 
     Raises:
         ValueError: a duration is negative or the first token comes after the last.
@@ -109,13 +110,12 @@ def request_metrics(requests: NDArray[np.void]) -> dict[str, NDArray[np.float64]
         "queueing_s": requests["admitted_s"] - arrival,
         "dispatch_delay_s": requests["dispatch_s"] - arrival,
         "normalised_latency_s": (finish - arrival) / some,
-        "preemption_loss_s": requests["preemption_loss_s"].astype(np.float64),
     }
     for name, values in metrics.items():
         if np.any(values < 0):
             row = int(np.argmax(values < 0))
             raise ValueError(f"{name} of request {requests['row'][row]} = {values[row]}: expected >= 0")
-    return metrics
+    return {**metrics, "preemption_loss_s": requests["preemption_loss_s"].astype(np.float64)}
 
 
 def met_slo(requests: NDArray[np.void], slo_classes: Sequence[SLOClass], scale: float = 1.0) -> NDArray[np.bool_]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleetpilot.cluster.state import FINISHED
 from fleetpilot.evaluation import metrics
 from fleetpilot.evaluation.comparison import COMPARED, Metric, PolicyResult, ScenarioResult, difference
 
@@ -44,7 +45,7 @@ def _latencies(result: ScenarioResult) -> Figure:
     figure, axes = _figure(2)
     for axis, (name, title) in zip(axes, {"ttft_s": "TTFT", "e2e_s": "E2E"}.items(), strict=True):
         for index, policy in enumerate(result.policies):
-            finished = policy.requests["status"] == metrics.FINISHED
+            finished = policy.requests["status"] == FINISHED
             values = metrics.request_metrics(policy.requests[finished])[name]
             if len(values):
                 # requests that never finished have an infinite latency: the curve ends below 1
@@ -93,7 +94,7 @@ def _draw_intervals(axis: Axes, others: list[PolicyResult], baseline: PolicyResu
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set(xlabel=f"{metric.title}, less {baseline.policy}'s ({better} is better)", ylim=(len(others) - 0.5, -0.5))
     axis.set_yticks(range(len(others)), [policy.policy for policy in others])
-    axis.xaxis.label.set_size("small")
+    axis.xaxis.label.set_fontsize("small")
 
 
 def _figure(columns: int) -> tuple[Figure, list[Axes]]:
@@ -118,7 +119,7 @@ def _svg(figure: Figure) -> str:
     import matplotlib
 
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "fleetpilot"}):  # the same figure is the same text
+    with matplotlib.rc_context({"svg.hashsalt": "fleetpilot", "svg.fonttype": "none"}):  # the same figure is the same text
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]

@@ -17,6 +17,7 @@ from fleetpilot.evaluation.comparison import (
     collect,
     differences_table,
     notes,
+    rescored_table,
     values_table,
 )
 from fleetpilot.evaluation.metrics import STATUSES
@@ -118,14 +119,14 @@ class _Section:
 
     def __init__(self, result: ScenarioResult):
         self.name = result.name
-        self.tables: list[Table] = [values_table(result)]
-        if len(result.policies) > 1:
-            self.tables.append(differences_table(result))
+        compared = [differences_table(result)] if len(result.policies) > 1 else []
+        self.brief: list[Table] = [values_table(result), *compared]
+        self.tables: list[Table] = [*self.brief, rescored_table(result)]
         self.notes = notes(result)
         self.plots = plots(result)
 
     def text(self) -> str:
-        return "\n".join([*map(plain, self.tables), *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*map(plain, self.brief), *(f"note: {note}" for note in self.notes)]) + "\n"
 
 
 def _origin(runs: list[StoredRun]) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def _html(sections: list[_Section], origin: dict[str, Any]) -> str:
 
 def _write_csv(path: Path, runs: list[StoredRun]) -> None:
     keys = ("scenario", "segment", "policy", "seed")
-    rows = [list((*keys, *(metric.title for metric in COLUMNS), "file"))]
+    rows: list[list[Any]] = [[*keys, *(metric.title for metric in COLUMNS), "file"]]
     for run in runs:
         values = [metric.of(run.summary["metrics"]) for metric in COLUMNS]
         rows.append([*(run.summary["config"][key] for key in keys), *values, run.stem.name])

@@ -123,7 +123,7 @@ def evaluate(
         The runs in the order (scenario, segment, policy, seed).
 
     Raises:
-        ValueError: an unknown policy, or two scenarios of one name.
+        ValueError: an unknown policy, two scenarios of one name, or nothing to run.
         ChildProcessError: a worker died.
         Interrupted: after Ctrl-C. Running cells are finished first; a second Ctrl-C ends them.
     """
@@ -133,6 +133,8 @@ def evaluate(
         raise ValueError(f"scenarios = {names}: expected different names")
     for policy in policies:
         load_policy(policy)
+    if not (scenarios and policies and seeds):
+        raise ValueError("evaluate: expected at least one scenario, one policy and one seed")
     cells = [
         Cell(scenario, segment, policy, seed)
         for scenario in scenarios

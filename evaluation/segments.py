@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.evaluation.metrics import offered_s
+from fleetpilot.workloads.table import NO_PARENT
 
 if TYPE_CHECKING:
     from fleetpilot.cluster import FleetConfig
@@ -17,9 +19,8 @@ if TYPE_CHECKING:
 
 MAX_SPEED_UP = 2.0
 """A real trace is sped up by at most this: beyond, its bursts and its requests' lifetimes no longer belong together."""
-CAPACITY_REQUESTS = 10_000
-MIN_CAPACITY_REQUESTS = 100
-_BACKLOG = 0.2, 0.8
+BACKLOG = 10_000
+"""Requests that a capacity is measured with: many times what is in a batch at one time."""
 
 
 def cut(table: RequestTable, segments: int) -> tuple[RequestTable, ...]:
@@ -64,11 +65,7 @@ def select(
     kept = np.flatnonzero(rows)
     row_of = np.full(len(table) + 1, -1)  # index -1 is no parent
     row_of[kept] = np.arange(len(kept))
-    columns = {
-        name: column[kept]
-        for name, column in vars(table).items()
-        if isinstance(column, np.ndarray) and not name.startswith("node_")
-    }
+    columns = {name: column[kept] for name, column in row_columns(table).items()}
     nodes = _used_nodes(table, kept)
     node_of = np.full(len(table.node_parent) + 1, -1)
     node_of[nodes] = np.arange(len(nodes))
@@ -83,6 +80,12 @@ def select(
         node_parent=node_of[table.node_parent[nodes]].astype(np.int32),
         node_end_tokens=table.node_end_tokens[nodes],
     )
+
+
+def row_columns(table: RequestTable) -> dict[str, Any]:
+    """The columns with one entry per request, by name."""
+    arrays = {name: value for name, value in vars(table).items() if isinstance(value, np.ndarray)}
+    return {name: array for name, array in arrays.items() if not name.startswith("node_")}
 
 
 def _used_nodes(table: RequestTable, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -107,11 +110,7 @@ def superpose(table: RequestTable, windows: int) -> RequestTable:
     row_of[order] = np.arange(len(table))
     together = window[table.parent] == window
     parent = np.where(together, row_of[table.parent], -1)[order]
-    columns = {
-        name: column[order]
-        for name, column in vars(table).items()
-        if isinstance(column, np.ndarray) and not name.startswith("node_")
-    }
+    columns = {name: column[order] for name, column in row_columns(table).items()}
     columns |= {"arrival_s": (table.arrival_s - shift_s)[order], "parent": parent}
     return table.replace(name=f"{windows} x {table.name}", **columns)
 
@@ -131,8 +130,10 @@ def rate_rps(table: RequestTable) -> float:
     """Requests offered per second, over the span of the arrivals.
 
     Raises:
-        ValueError: all requests arrive at once.
+        ValueError: all requests arrive at once, or some are released by others: their rate depends on the answers.
     """
+    if np.isnan(table.arrival_s).any():
+        raise ValueError(f"{table.name}: a closed loop has no rate of its own; expected an open loop for a load")
     if table.span_s == 0:
         raise ValueError(f"{table.name}: all requests arrive at 0 s; expected a span to take a rate over")
     return len(table) / table.span_s
@@ -141,25 +142,43 @@ def rate_rps(table: RequestTable) -> float:
 def capacity_rps(table: RequestTable, fleet: FleetConfig) -> float:
     """Requests per second that a fleet gets through when it never runs out of them.
 
-    Per profile, one instance is given the table (its first `CAPACITY_REQUESTS` requests) as a backlog, and its
-    admissions are counted between a fifth and four fifths of it. The fleet's capacity is the sum over its instances. A
-    load is a rate of requests over it: above 1 the waiting grows without end, however well requests are dispatched.
+    Per profile, one instance is given `BACKLOG` requests at once, the table from its start and over again, and its
+    admissions are counted between a fifth and four fifths of them. The fleet's capacity is the sum over its instances.
+    A load is a rate of requests over it: above 1 the waiting grows without end, however well requests are dispatched.
 
     Raises:
-        ValueError: fewer than 100 requests.
+        ValueError: an empty table.
     """
-    backlog = select(table, np.arange(len(table)) < CAPACITY_REQUESTS)
-    if len(backlog) < MIN_CAPACITY_REQUESTS:
-        raise ValueError(
-            f"{table.name}: {len(backlog)} requests: expected at least {MIN_CAPACITY_REQUESTS} to measure a capacity with"
-        )
-    backlog = backlog.replace(
-        arrival_s=np.zeros(len(backlog)), think_s=np.full(len(backlog), np.nan), parent=np.full(len(backlog), -1)
-    )
-    of_profile = {
+    backlog = _backlog(table)
+    per_profile = {
         profile: _admissions_rps(backlog, replace(fleet, profiles=(profile,))) for profile in set(fleet.profiles)
     }
-    return sum(of_profile[profile] for profile in fleet.profiles)
+    return sum(per_profile[profile] for profile in fleet.profiles)
+
+
+def _backlog(table: RequestTable) -> RequestTable:
+    """`BACKLOG` requests at 0 s: copies of the table, which share no prefix with each other."""
+    if not len(table):
+        raise ValueError(f"{table.name}: no requests; expected some to measure a capacity with")
+    rows = np.arange(BACKLOG) % len(table)
+    copy = np.arange(BACKLOG) // len(table)
+    copies, nodes = int(copy[-1]) + 1, len(table.node_parent)
+    columns = {name: column[rows] for name, column in row_columns(table).items()}
+    columns |= {
+        "arrival_s": np.zeros(BACKLOG),
+        "think_s": np.full(BACKLOG, np.nan),
+        "parent": np.full(BACKLOG, NO_PARENT),
+        **{
+            name: np.where(columns[name] >= 0, columns[name] + copy * nodes, -1) for name in ("prefix_node", "own_node")
+        },
+    }
+    shift = np.repeat(np.arange(copies) * nodes, nodes)
+    node_parent = np.tile(table.node_parent, copies)
+    return table.replace(
+        **columns,
+        node_parent=np.where(node_parent >= 0, node_parent + shift, -1),
+        node_end_tokens=np.tile(table.node_end_tokens, copies),
+    )
 
 
 def _admissions_rps(backlog: RequestTable, fleet: FleetConfig) -> float:
@@ -168,25 +187,25 @@ def _admissions_rps(backlog: RequestTable, fleet: FleetConfig) -> float:
 
     log = simulate(backlog, fleet, load_policy("round-robin"), sample_interval_s=None)
     admitted_s = np.sort(log.requests["admitted_s"])
-    first, last = (int(share * len(admitted_s)) for share in _BACKLOG)
+    first, last = len(admitted_s) // 5, len(admitted_s) * 4 // 5
     return (last - first) / float(admitted_s[last] - admitted_s[first])
 
 
 def at_load(table: RequestTable, fleet: FleetConfig, load: float) -> RequestTable:
-    """The table with its arrivals sped up or slowed down to a load, as a share of the fleet's capacity.
+    """The open-loop table with its arrivals sped up or slowed down to a load, as a share of the fleet's capacity.
 
     Raises:
-        ValueError: that would take a speed-up beyond `MAX_SPEED_UP`.
+        ValueError: that would take a speed-up beyond `MAX_SPEED_UP`; or the table is a closed loop.
     """
     if not 0 < load < np.inf:
         raise ValueError(f"load = {load}: expected a finite number > 0")
     capacity = capacity_rps(table, fleet)
     speed_up = load * capacity / rate_rps(table)
     if speed_up > MAX_SPEED_UP:
-        fits = int(MAX_SPEED_UP * rate_rps(table) / load / (capacity / len(fleet.profiles)))
+        windows = math.ceil(speed_up / MAX_SPEED_UP)
         raise ValueError(
-            f"load = {load}: {table.name} would have to run {speed_up:.2f} times as fast for {len(fleet.profiles)} instances; "
-            f"expected at most {MAX_SPEED_UP:g} times: use at most {fits} instances"
+            f"load = {load}: {table.name} would have to run {speed_up:.2f} times as fast for {len(fleet.profiles)} "
+            f"instances; expected at most {MAX_SPEED_UP:g} times: take fewer instances or superpose {windows} windows"
         )
     return table.replace(arrival_s=table.arrival_s / speed_up)
 

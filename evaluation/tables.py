@@ -51,4 +51,4 @@ def number(value: float | None) -> str:
     """Three significant digits; a dash for nothing."""
     if value is None:
         return "-"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"

@@ -41,7 +41,9 @@ INSTANCE_FIELDS: tuple[Field, ...] = (
     Field("block_size", "f8", "profile", "tokens", "tokens per KV block"),
     Field("max_num_seqs", "f8", "profile", "requests", "most requests in one batch"),
     Field("max_num_batched_tokens", "f8", "profile", "tokens", "token budget of one iteration"),
-    Field("prefill_s_per_token", "f8", "profile", "s/token", "calibrated prefill time per token of a 1,024-token prompt"),
+    Field(
+        "prefill_s_per_token", "f8", "profile", "s/token", "calibrated prefill time per token of a 1,024-token prompt"
+    ),
     Field("decode_step_s", "f8", "profile", "s", "calibrated decode step with a batch of one, 1,024 tokens of context"),
     Field("decode_s_per_seq", "f8", "profile", "s/request", "calibrated growth of the decode step with the batch"),
     Field("poll_age_s", "f8", "poll", "s", "age of the last visible poll; inf before the first"),
@@ -56,17 +58,47 @@ INSTANCE_FIELDS: tuple[Field, ...] = (
     Field("unstarted", "f8", "ledger", "requests", "in flight without a first token"),
     Field("unstarted_prompt_tokens", "f8", "ledger", "tokens", "prompt tokens of the unstarted requests"),
     Field("unstarted_prompt_blocks", "f8", "ledger", "blocks", "KV blocks for the prompts of the unstarted requests"),
-    Field("unstarted_uncached_tokens", "f8", "ledger", "tokens", "the same prompt tokens less what the prefix index matched"),
+    Field(
+        "unstarted_uncached_tokens",
+        "f8",
+        "ledger",
+        "tokens",
+        "the same prompt tokens less what the prefix index matched",
+    ),
     Field("head_prompt_blocks", "f8", "ledger", "blocks", "KV blocks for the prompt of the oldest unstarted request"),
     Field("started_prompt_tokens", "f8", "ledger", "tokens", "prompt tokens of the started requests in flight"),
     Field("streamed_tokens", "f8", "ledger", "tokens", "tokens streamed so far by the requests in flight"),
-    Field("predicted_output_tokens", "f8", "ledger", "tokens", "predicted output of the requests in flight, whole answers"),
-    Field("free_blocks", "f8", "poll", "blocks", "free KV blocks: capacity x (1 - kv_usage); engine-reported mode: exact"),
-    Field("queued_demand_blocks", "f8", "ledger", "blocks", "KV demand of queued requests: unstarted_prompt_blocks; engine-reported mode: exact"),
-    Field("head_demand_blocks", "f8", "ledger", "blocks", "KV demand of the head of line: head_prompt_blocks; engine-reported mode: exact"),
+    Field(
+        "predicted_output_tokens", "f8", "ledger", "tokens", "predicted output of the requests in flight, whole answers"
+    ),
+    Field(
+        "free_blocks", "f8", "poll", "blocks", "free KV blocks: capacity x (1 - kv_usage); engine-reported mode: exact"
+    ),
+    Field(
+        "queued_demand_blocks",
+        "f8",
+        "ledger",
+        "blocks",
+        "KV demand of queued requests: unstarted_prompt_blocks; engine-reported mode: exact",
+    ),
+    Field(
+        "head_demand_blocks",
+        "f8",
+        "ledger",
+        "blocks",
+        "KV demand of the head of line: head_prompt_blocks; engine-reported mode: exact",
+    ),
     Field("queued", "f8", "ledger", "requests", "queued requests: unstarted; engine-reported mode: exact"),
-    Field("batched", "f8", "ledger", "requests", "requests in the batch: in_flight - unstarted; engine-reported mode: exact"),
-    Field("matched_tokens", "f8", "prefix index", "tokens", "tokens of this request's prompt that the index holds for it"),
+    Field(
+        "batched",
+        "f8",
+        "ledger",
+        "requests",
+        "requests in the batch: in_flight - unstarted; engine-reported mode: exact",
+    ),
+    Field(
+        "matched_tokens", "f8", "prefix index", "tokens", "tokens of this request's prompt that the index holds for it"
+    ),
     Field("indexed_tokens", "f8", "prefix index", "tokens", "tokens the index holds for it"),
 )
 
@@ -89,7 +121,13 @@ FLEET_FIELDS: tuple[Field, ...] = (
     Field("held", "f8", "dispatcher", "requests", "requests held at the dispatcher"),
     Field("decisions", "i8", "dispatcher", "count", "decisions answered with an instance so far"),
     Field("random_key", "u8", "dispatcher", "", "fresh random bits for this decision, from the run's tie-break seed"),
-    Field("engine_reported", "i8", "dispatcher", "0/1", "1 where the last five load fields are exact (papers' experiments only)"),
+    Field(
+        "engine_reported",
+        "i8",
+        "dispatcher",
+        "0/1",
+        "1 where the last five load fields are exact (papers' experiments only)",
+    ),
 )
 
 

@@ -75,12 +75,18 @@ class OracleRequest:
 
 @dataclass(frozen=True)
 class OracleBoundary:
-    """An instance right after a boundary: `used_blocks` includes the blocks taken for the iteration that starts."""
+    """An instance right after a boundary: `used_blocks` includes the blocks taken for the iteration that starts.
+
+    The last three count since the start of the simulation.
+    """
 
     time_s: float
     used_blocks: int
     running: int
     waiting: int
+    preemptions: int
+    prefix_queries_tokens: int
+    prefix_hits_tokens: int
 
 
 @dataclass
@@ -255,9 +261,15 @@ class Engine:
         self.boundary_s = math.inf  # of the next boundary; inf while idle
         self.now_s = 0.0
         self.preemptions = 0
+        self.prefix_queries_tokens = 0
+        self.prefix_hits_tokens = 0
         self.iterations = 0
         self.blocked_boundaries = 0
         self.history: list[OracleBoundary] = []
+
+    @property
+    def used_blocks(self) -> int:
+        return self.config.kv_blocks - len(self.memory.free)
 
     # --- what the fleet calls ----------------------------------------------------------------------------------------
 
@@ -283,8 +295,17 @@ class Engine:
             assert not self.running, "stuck: requests run but none is scheduled"
             assert not self.waiting, "stuck: the head does not fit an empty instance"
             self.boundary_s = math.inf
-        used = self.config.kv_blocks - len(self.memory.free)
-        self.history.append(OracleBoundary(self.now_s, used, len(self.running), len(self.waiting)))
+        self.history.append(
+            OracleBoundary(
+                self.now_s,
+                self.used_blocks,
+                len(self.running),
+                len(self.waiting),
+                self.preemptions,
+                self.prefix_queries_tokens,
+                self.prefix_hits_tokens,
+            )
+        )
         self.check()
         return finished
 
@@ -411,6 +432,8 @@ class Engine:
         job.prefill_length = length
         job.computed = matched * self.config.block_size
         job.record.cached_tokens += job.computed
+        self.prefix_queries_tokens += length
+        self.prefix_hits_tokens += job.computed
         if math.isnan(job.record.admitted_s):
             job.record.admitted_s = self.now_s
         return True
@@ -502,7 +525,10 @@ def check_fits(table: RequestTable, instance: OracleInstance) -> None:
 
 
 def simulate(
-    table: RequestTable, instances: Sequence[OracleInstance], choose: Callable[[int, int], int]
+    table: RequestTable,
+    instances: Sequence[OracleInstance],
+    choose: Callable[[int, int], int],
+    observe: Callable[[float, int, Sequence[Engine]], None] = lambda now_s, row, engines: None,
 ) -> OracleResult:
     """Run all requests of `table` to their end.
 
@@ -510,6 +536,7 @@ def simulate(
         table: the requests; each must fit each instance.
         instances: the engines.
         choose: (number of the decision from 0, row) -> index of the instance the request is dispatched to.
+        observe: called with (time, row, engines) before each decision.
     """
     for instance in instances:
         check_fits(table, instance)
@@ -528,6 +555,7 @@ def simulate(
         now_s = min(arrival_s, boundary_s)
         if arrival_s <= boundary_s:
             _, row = arrivals.pop(0)
+            observe(now_s, row, engines)
             chosen = choose(decisions, row)
             decisions += 1
             assert 0 <= chosen < len(engines), f"decision {decisions - 1}: chose {chosen}; holding is not modelled"

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: small clusters under pressure, and the requests that put them under it.
+"""Small clusters under pressure, and the requests that put them under it: hypothesis strategies, and fixed samples.
 
 Everything is scarce on purpose. KV memory is little more than the longest request needs, so that requests are
 preempted, cached blocks are evicted and heads of the queue do not fit. Arrivals and think times lie on a grid of 1/64 s
@@ -9,7 +9,10 @@ where the model says that they do - requests that arrive together, a think time 
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fleetpilot.workloads.table import NO_NODE, NO_PARENT, NO_SESSION, RequestTable, make_table
 from hypothesis import strategies as st
@@ -17,10 +20,15 @@ from oracle import OracleInstance
 
 GRID_S = 1 / 64
 
+Pick = Callable[[Sequence[Any]], Any]
+"""Chooses one of several."""
+
+Cluster = tuple[RequestTable, list[OracleInstance]]
+
 
 @dataclass
 class _Rows:
-    """Requests in the order they were drawn, parents before children, and the prefix tree."""
+    """Requests in the order they were made, parents before children, and the prefix tree."""
 
     rows: list[dict[str, float]] = field(default_factory=list)
     node_parent: list[int] = field(default_factory=list)
@@ -35,49 +43,48 @@ class _Rows:
         return 0 if node == NO_NODE else self.node_end_tokens[node]
 
 
-@st.composite
-def request_tables(draw: st.DrawFn, max_requests: int = 25) -> RequestTable:
+def request_table(pick: Pick, max_requests: int = 25) -> RequestTable:
     """A table of 2 to `max_requests` requests: singles and sessions over one tree of shared prefixes.
 
     Nodes are cut anywhere, blocks or not. Turns of a session run through their predecessor's own node; some are
     released by it (closed loop), others arrive on their own, possibly while it still runs or waits.
     """
     drawn = _Rows()
-    for node in range(draw(st.integers(0, 4))):
-        drawn.add_node(draw(st.integers(NO_NODE, node - 1)), draw(st.integers(1, 24)))
+    for node in range(pick(range(5))):
+        drawn.add_node(pick(range(NO_NODE, node)), pick(range(1, 25)))
     roots = len(drawn.node_parent)
-    wanted = draw(st.integers(2, max_requests))
+    wanted = pick(range(2, max_requests + 1))
     arrival_s = 0.0
     session = 0
     while len(drawn.rows) < wanted:
-        arrival_s += draw(st.sampled_from([0, 0, 0, 1, 2, 4, 8, 40])) * GRID_S
-        turns = min(draw(st.sampled_from([1, 1, 1, 2, 3, 4])), wanted - len(drawn.rows))
-        prefix = draw(st.integers(NO_NODE, roots - 1))
-        _draw_session(draw, drawn, session if turns > 1 else NO_SESSION, turns, prefix, arrival_s)
+        arrival_s += pick([0, 0, 0, 1, 2, 4, 8, 40]) * GRID_S
+        turns = min(pick([1, 1, 1, 2, 3, 4]), wanted - len(drawn.rows))
+        prefix = pick(range(NO_NODE, roots))
+        _add_session(pick, drawn, session if turns > 1 else NO_SESSION, turns, prefix, arrival_s)
         session += turns > 1
     return _table(drawn)
 
 
-def _draw_session(draw: st.DrawFn, drawn: _Rows, session: int, turns: int, prefix: int, arrival_s: float) -> None:
+def _add_session(pick: Pick, drawn: _Rows, session: int, turns: int, prefix: int, arrival_s: float) -> None:
     for turn in range(turns):
-        new_tokens = draw(st.integers(0 if drawn.end_tokens(prefix) else 1, 20))
+        new_tokens = pick(range(0 if drawn.end_tokens(prefix) else 1, 21))
         prompt = drawn.end_tokens(prefix) + new_tokens
-        output = draw(st.integers(1, 30))
+        output = pick(range(1, 31))
         own = NO_NODE
-        if turn < turns - 1 and draw(st.sampled_from([True, True, True, False])):
-            own = drawn.add_node(prefix, draw(st.integers(max(1, new_tokens), new_tokens + output)))
-        closed = turn > 0 and draw(st.booleans())
+        if turn < turns - 1 and pick([True, True, True, False]):
+            own = drawn.add_node(prefix, pick(range(max(1, new_tokens), new_tokens + output + 1)))
+        closed = turn > 0 and pick([False, True])
         if turn > 0 and not closed:
-            arrival_s += draw(st.integers(0, 30)) * GRID_S
+            arrival_s += pick(range(31)) * GRID_S
         drawn.rows.append(
             {
                 "arrival_s": math.nan if closed else arrival_s,
                 "sort_s": arrival_s,
                 "parent": len(drawn.rows) - 1 if turn else NO_PARENT,
-                "think_s": draw(st.integers(0, 10)) * GRID_S if closed else math.nan,
+                "think_s": pick(range(11)) * GRID_S if closed else math.nan,
                 "prompt_tokens": prompt,
                 "output_tokens": output,
-                "priority": draw(st.integers(0, 2)),
+                "priority": pick(range(3)),
                 "session": session,
                 "turn": turn,
                 "prefix_node": prefix,
@@ -104,35 +111,34 @@ def _table(drawn: _Rows) -> RequestTable:
     )
 
 
-@st.composite
-def instances(draw: st.DrawFn, table: RequestTable, index: int = 0) -> OracleInstance:
+def instance(pick: Pick, table: RequestTable, index: int = 0) -> OracleInstance:
     """An engine on which each request of `table` fits, and few of them together."""
     longest = int((table.prompt_tokens + table.output_tokens).max())
-    scheduler = draw(st.sampled_from(["chunked", "prefill_first"]))
-    block_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
-    max_num_seqs = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 8]))
+    scheduler = pick(["chunked", "prefill_first"])
+    block_size = pick([1, 2, 3, 4, 8])
+    max_num_seqs = pick([1, 2, 3, 4, 6, 8, 8])
     needed_blocks = math.ceil(longest / block_size)
-    watermark_blocks = draw(st.integers(0, 2)) if scheduler == "prefill_first" else 0
-    budget = max_num_seqs + draw(st.integers(1, 24)) if scheduler == "chunked" else longest + draw(st.integers(0, 40))
-    moe = draw(st.booleans())
+    watermark_blocks = pick(range(3)) if scheduler == "prefill_first" else 0
+    budget = max_num_seqs + pick(range(1, 25)) if scheduler == "chunked" else longest + pick(range(41))
+    moe = pick([False, True])
 
     def cost(unit_s: float, most: int) -> float:
-        return draw(st.integers(0, most)) * unit_s
+        return pick(range(most + 1)) * unit_s
 
     return OracleInstance(
         scheduler=scheduler,
-        kv_blocks=needed_blocks + watermark_blocks + draw(st.integers(0, needed_blocks // 2)),
+        kv_blocks=needed_blocks + watermark_blocks + pick(range(needed_blocks // 2 + 1)),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        prefix_cache=draw(st.sampled_from([True, True, False])),
-        priority_order=draw(st.booleans()),
+        prefix_cache=pick([True, True, False]),
+        priority_order=pick([False, True]),
         watermark_blocks=watermark_blocks,
         a_s=(0.00731, 0.00911, 0.01103)[index] + cost(0.00137, 3),
         w_s=cost(0.00317, 4),
         b_s=cost(0.000391, 3),
         w_e_s=0.00557 if moe else 0.0,
-        expert_share=draw(st.sampled_from([1 / 16, 1 / 8, 1 / 4])) if moe else 0.0,
+        expert_share=pick([1 / 16, 1 / 8, 1 / 4]) if moe else 0.0,
         c_s=cost(0.0000137, 2),
         d_s=cost(0.000171, 2),
         e_s=cost(0.0000219, 2),
@@ -141,9 +147,19 @@ def instances(draw: st.DrawFn, table: RequestTable, index: int = 0) -> OracleIns
     )
 
 
-@st.composite
-def clusters(draw: st.DrawFn) -> tuple[RequestTable, list[OracleInstance]]:
+def cluster(pick: Pick) -> Cluster:
     """A table and 1 to 3 engines, each configured on its own."""
-    table = draw(request_tables())
-    count = draw(st.sampled_from([1, 1, 2, 3]))
-    return table, [draw(instances(table, index)) for index in range(count)]
+    table = request_table(pick)
+    count = pick([1, 1, 2, 3])
+    return table, [instance(pick, table, index) for index in range(count)]
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """`cluster`, drawn by hypothesis."""
+    return cluster(lambda options: draw(st.sampled_from(options)))
+
+
+def fixed_cluster(seed: int) -> Cluster:
+    """`cluster`, always the same for a seed."""
+    return cluster(random.Random(seed).choice)

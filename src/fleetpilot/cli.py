@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(text: str, status: int) -> int:
-    print(f"fleetpilot: {text}", file=sys.stderr)
+    over_progress = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{over_progress}fleetpilot: {text}", file=sys.stderr)
     return status
 
 
@@ -266,6 +267,7 @@ def _served(
 ) -> tuple[RequestTable, FleetConfig]:
     """What is to be served and by what, as the options say."""
     from fleetpilot.cluster import FleetConfig, Telemetry
+    from fleetpilot.evaluation.runner import compile_kernels, stderr_line
     from fleetpilot.evaluation.segments import at_load, instances_for_load, superpose
     from fleetpilot.fleet.slo import SLO_CLASSES
 
@@ -274,6 +276,8 @@ def _served(
         table = superpose(table, arguments.superpose)
     profiles = _mixed(arguments) if arguments.fleet else (_profile(arguments.profile),)
     table = _fitting(table, profiles, arguments.drop_over_length)
+    if load:
+        compile_kernels(["round-robin"], stderr_line)  # measuring a capacity takes a run
     if not arguments.fleet:
         sized = instances_for_load(table, profiles[0], load) if load and not arguments.instances else DEFAULT_INSTANCES
         profiles *= arguments.instances or sized
@@ -376,8 +380,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from fleetpilot.evaluation.runs import run_one
 
     policy = _policy(arguments.policy)
-    compile_kernels([policy], stderr_line)
     table, fleet = _served(arguments, arguments.workload, arguments.load)
+    compile_kernels([policy], stderr_line)
     outcome = run_one(table, fleet, load_policy(policy), seed=arguments.seed, warmup_share=arguments.warmup_share)
     config = {"workload_hash": table_hash(table), "fleet": fleet_json(fleet), "warmup_share": arguments.warmup_share}
     record = {"config": config, "command": shlex.join(sys.argv), **provenance()}

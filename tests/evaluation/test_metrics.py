@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetpilot.cluster.state import CUT, FAILED, FINISHED, NEVER_ARRIVED, REJECTED
+from fleetpilot.cluster.state import CUT, FAILED, NEVER_ARRIVED, REJECTED
 from fleetpilot.evaluation import metrics
 from fleetpilot.evaluation.metrics import Window
 from fleetpilot.evaluation.provenance import to_json
@@ -159,7 +159,7 @@ def test_rescoring_multiplies_both_targets(requests) -> None:
 
 
 def test_latency_counts_from_the_intended_arrival(requests, make_log) -> None:
-    """A client that sends late must not hide the wait (vllm#45502): a held request's hold is in its TTFT and reported."""
+    """vllm#45502: a client that sends late must not hide the wait. A hold is in the TTFT, and reported."""
     log = make_log(requests({**GOOD, "dispatch_s": 11.4, "admitted_s": 11.45}))
     latency = summarise(log)["latency"]
     assert latency["ttft_s"]["mean"] == pytest.approx(1.5)
@@ -193,6 +193,11 @@ def test_a_negative_duration_is_an_error(requests, change: dict[str, float], nam
     """vllm-omni#6693: TPOT 0.0 or negative passes every upper bound."""
     with pytest.raises(ValueError, match=f"{name} of request 0 = -.*: expected >= 0"):
         metrics.request_metrics(requests({**GOOD, **change}))
+
+
+def test_a_preemption_may_cost_less_than_a_decode_step(requests) -> None:
+    found = metrics.request_metrics(requests({**GOOD, "preemptions": 1, "preemption_loss_s": -0.01}))
+    assert found["preemption_loss_s"].tolist() == [-0.01]
 
 
 def test_one_token_has_no_tpot_rather_than_one_of_zero(requests, make_log) -> None:

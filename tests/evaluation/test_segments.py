@@ -7,13 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetpilot.cluster import FleetConfig
+from fleetpilot.baselines import load_policy
+from fleetpilot.cluster import FleetConfig, simulate
 from fleetpilot.evaluation import at_load, capacity_rps, cut
-from fleetpilot.evaluation.segments import instances_for_load, rate_rps, select
-from fleetpilot.fleet.profiles import load_profile
+from fleetpilot.evaluation.segments import (
+    BACKLOG,
+    _backlog,
+    instances_for_load,
+    rate_rps,
+    select,
+    superpose,
+    within_length,
+)
+from fleetpilot.fleet.profiles import HardwareProfile, load_profile
 from fleetpilot.workloads.table import RequestTable, make_table
 
 A10 = load_profile("a10-llama-7b")
+H100 = load_profile("h100-llama-3.1-8b")
 NAN = np.nan
 
 
@@ -40,18 +50,20 @@ SESSIONS = make_table(
 
 @given(st.lists(st.floats(0, 1000), min_size=1, max_size=60), st.integers(1, 6))
 def test_every_request_is_in_exactly_one_segment(times: list[float], k: int) -> None:
+    times = [*np.linspace(0, 1000, 2 * k).tolist(), *times]  # no window is empty
     table = make_table("t", sorted(times), np.arange(1, len(times) + 1), [1] * len(times))
-    try:
-        segments = cut(table, k)
-    except ValueError as error:
-        assert "has no request; expected fewer segments" in str(error)
-        return
+    segments = cut(table, k)
     assert np.concatenate([s.source_row for s in segments]).tolist() == list(range(len(times)))
     for i, segment in enumerate(segments):
         assert segment.arrival_s.min() >= 0
         assert segment.span_s <= table.span_s / k * (1 + 1e-9)
         start_s = i * table.span_s / k
         assert segment.arrival_s + start_s == pytest.approx(table.arrival_s[segment.source_row])
+
+
+def test_a_window_without_requests_is_an_error() -> None:
+    with pytest.raises(ValueError, match="window 1 of 3 has no request; expected fewer segments"):
+        cut(make_table("gap", [0.0, 1.0, 30.0], [1] * 3, [1] * 3), 3)
 
 
 def test_a_closed_loop_chain_stays_whole_and_an_open_one_is_parted() -> None:
@@ -84,32 +96,59 @@ def test_there_is_at_least_one_segment(k: int) -> None:
         cut(steady(), k)
 
 
+def test_superposed_windows_keep_their_requests_and_their_own_time() -> None:
+    table = steady(400, rate=2.0)
+    double = superpose(table, 2)
+    assert rate_rps(double) == pytest.approx(2 * rate_rps(table), rel=0.02)
+    assert sorted(double.source_row) == list(range(400))
+    windows = (double.source_row >= 200).astype(int)
+    assert double.arrival_s + windows * table.span_s / 2 == pytest.approx(table.arrival_s[double.source_row])
+
+
+def test_superposed_turns_keep_their_chain_and_their_prefixes() -> None:
+    double = superpose(SESSIONS, 2)
+    assert double.source_row.tolist() == [0, 2, 4, 3, 1, 5]  # times 0, 0, 0, 1, 4, 5 in their windows
+    assert double.parent.tolist() == [-1, 0, 1, -1, -1, 3]
+    assert double.prefix_node.tolist() == SESSIONS.prefix_node[double.source_row].tolist()
+
+
+def test_requests_that_are_too_long_go_with_what_they_would_release() -> None:
+    kept = within_length(SESSIONS, 309)  # row 2 (310 tokens) and row 4 (410 tokens, released by it) go
+    assert kept.source_row.tolist() == [0, 1, 3, 5]
+    released_too = within_length(SESSIONS.replace(prompt_tokens=np.array([100, 200, 300, 100, 60, 150], np.int32)), 309)
+    assert released_too.source_row.tolist() == [0, 1, 3, 5]
+    assert within_length(SESSIONS, 410) is SESSIONS
+
+
 def test_capacity_adds_up_over_instances_and_kinds() -> None:
     table = steady()
     one = capacity_rps(table, FleetConfig((A10,)))
-    fast = capacity_rps(table, FleetConfig((load_profile("h100-llama-3.1-8b"),)))
+    fast = capacity_rps(table, FleetConfig((H100,)))
     assert fast > 2 * one
-    assert capacity_rps(table, FleetConfig((A10, A10, load_profile("h100-llama-3.1-8b")))) == pytest.approx(
-        2 * one + fast
-    )
+    assert capacity_rps(table, FleetConfig((A10, A10, H100))) == pytest.approx(2 * one + fast)
 
 
-def test_waiting_grows_above_capacity_and_not_below() -> None:
-    """The measured capacity is what it says: of a long run, the second half waits longer than the first only above it."""
-    from fleetpilot.baselines import load_policy
-    from fleetpilot.cluster import simulate
-
+@pytest.mark.parametrize(("profile", "n"), [(A10, 3_000), (H100, 60_000)], ids=["A10", "H100"])
+def test_waiting_grows_above_capacity_and_not_below(profile: HardwareProfile, n: int) -> None:
+    """A capacity is what it says: in a long run the second half waits longer than the first only above it."""
     rng = np.random.default_rng(2)
-    n = 3000
     table = make_table("long", np.sort(rng.uniform(0, 1500, n)), rng.integers(50, 1500, n), rng.integers(20, 300, n))
-    fleet = FleetConfig((A10, A10))
+    fleet = FleetConfig((profile,) * instances_for_load(table, profile, 1.0))
     growth = {}
-    for load in (0.8, 1.2):
+    for load in (0.85, 1.15):
         requests = simulate(at_load(table, fleet, load), fleet, load_policy("join-shortest-queue")).requests
         waited = requests["first_token_s"] - requests["arrival_s"]
         growth[load] = waited[n // 2 :].mean() / waited[: n // 2].mean()
-    assert growth[0.8] < 1.5
-    assert growth[1.2] > 2.5
+    assert growth[0.85] < 1.6
+    assert growth[1.15] > 2.0
+
+
+def test_copies_of_a_backlog_share_nothing() -> None:
+    backlog = _backlog(SESSIONS)
+    assert len(backlog) == BACKLOG
+    assert backlog.prompt_tokens[:12].tolist() == SESSIONS.prompt_tokens.tolist() * 2
+    assert backlog.prefix_node[:12].tolist() == [0, -1, 1, 2, 0, 2, 4, -1, 5, 6, 4, 6]
+    assert backlog.node_parent[:8].tolist() == [-1, 0, -1, 2, -1, 4, -1, 6]
 
 
 def test_a_load_is_met_by_the_clock_of_the_arrivals_alone() -> None:
@@ -139,8 +178,10 @@ def test_a_load_is_positive(load: float) -> None:
         at_load(steady(), FleetConfig((A10,)), load)
 
 
-def test_capacity_needs_requests_to_measure_with() -> None:
-    with pytest.raises(ValueError, match="50 requests: expected at least 100"):
-        capacity_rps(steady(50), FleetConfig((A10,)))
+def test_a_rate_needs_a_span_and_a_capacity_requests() -> None:
+    with pytest.raises(ValueError, match="expected some to measure a capacity with"):
+        capacity_rps(make_table("empty", [], [], []), FleetConfig((A10,)))
+    with pytest.raises(ValueError, match="a closed loop has no rate of its own"):
+        at_load(SESSIONS, FleetConfig((A10,)), 0.5)
     with pytest.raises(ValueError, match="expected a span to take a rate over"):
         rate_rps(make_table("burst", [0.0, 0.0], [1, 1], [1, 1]))

@@ -1,0 +1,67 @@
+"""Many clusters in one state: what the environments are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba.core import config
+from numpy.typing import NDArray
+
+from fleetpilot.cluster import loading
+from fleetpilot.cluster.config import FleetConfig
+from fleetpilot.cluster.memory import handle
+from fleetpilot.cluster.state import Capacity, State, allocate, as_records, copy_state, restore_state
+from fleetpilot.fleet.view import FleetView
+
+
+class ClusterBatch:
+    """`size.environments` clusters of up to `size.instances` instances.
+
+    Attributes:
+        state: the arrays.
+        handle: what kernels take for them.
+        view: (E, N), (E,) and (E,) live records; copy what is kept.
+    """
+
+    def __init__(self, size: Capacity):
+        self.size = size
+        self.state: State = allocate(size)
+        self.handle: Any = handle(self.state)
+        records = as_records(self.state) if config.DISABLE_JIT else self.state
+        shape = (size.environments, size.instances)
+        self.view = FleetView(records.view_instance.reshape(shape), records.view_request, records.view_fleet)
+
+    def load(
+        self,
+        e: int,
+        fleet: FleetConfig,
+        rows: NDArray[np.void],
+        nodes: NDArray[np.void],
+        *,
+        seed: int,
+        stop_s: float,
+        engines: NDArray[np.void] | None = None,
+    ) -> None:
+        """Reset environment `e` to an idle fleet with these requests to come; no event has happened yet.
+
+        Args:
+            e: index of the environment.
+            fleet: its fleet.
+            rows: `loading.row_records` of its requests.
+            nodes: `loading.node_records` of their prefix tree.
+            seed: of tie breaks and jitter.
+            stop_s: when the run ends.
+            engines: `ENGINE` records that replace the profiles' constants.
+        """
+        loading.load_fleet(self.state, self.size, e, fleet, engines)
+        loading.load_env(self.state, self.size, e, fleet, seed=seed, leap=True, stop_s=stop_s)
+        loading.load_rows(self.state, self.size, e, rows, nodes)
+
+    def save(self) -> State:
+        """A copy of everything, for `restore`."""
+        return copy_state(self.state)
+
+    def restore(self, saved: State) -> None:
+        """Go on from a saved copy."""
+        restore_state(self.state, saved)

@@ -1,0 +1,401 @@
+"""The ``fleetpilot`` command: what it prints, and what it says when it is asked for the impossible."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetpilot.baselines import BASELINES
+from fleetpilot.cli import _parser, main
+from fleetpilot.cluster import FleetConfig
+from fleetpilot.evaluation import Interrupted, Scenario, capacity_rps, evaluate, run_one, runner, runs
+from fleetpilot.fleet.profiles import load_profile
+from fleetpilot.workloads import workload as make_workload
+
+SMALL = "poisson?rate=4&n=300&prompt=uniform:50:900&output=uniform:2:200"
+
+
+def run(*argv: str) -> int:
+    """The exit status, however the command ends."""
+    try:
+        return main(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def refuse_constant(name: str) -> Any:
+    raise AssertionError(f"{name} in JSON")
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------
+
+BAD = {
+    "": "the following arguments are required: COMMAND",
+    "simulat": "invalid choice: 'simulat'.*did you mean simulate",
+    "simulate --polcy random": "unrecognized arguments: --polcy random",
+    "simulate --policy": "expected one argument",
+    f"simulate --workload {SMALL} --policy lmetrik": "'lmetrik' is not known; did you mean lmetric.*known: random",
+    "simulate": "--workload: expected a trace file or the name of a workload",
+    "simulate --workload poison": r"workload \(and no file .*\) 'poison' is not known; did you mean poisson",
+    "simulate --workload missing.csv": "'missing.csv' is not known",
+    "simulate --workload file:missing.csv": "missing.csv: No such file or directory",
+    "simulate --workload poisson?rate=fast": "rate = 'fast': expected a number > 0",
+    "simulate --workload poisson?speed=2": "unknown parameter 'speed'",
+    f"simulate --workload {SMALL} --profile a10-lama": "'a10-lama' is not known; did you mean a10-llama",
+    f"simulate --workload {SMALL} --profile missing.toml": "missing.toml: No such file or directory",
+    f"simulate --workload {SMALL} --fleet a10-llama-7b": "'a10-llama-7b': expected NAME:N",
+    f"simulate --workload {SMALL} --fleet a10-llama-7b:0": "expected NAME:N with N >= 1",
+    f"simulate --workload {SMALL} --fleet a10-llama-7b:2 --instances 3": "--instances 3: expected without --fleet",
+    f"simulate --workload {SMALL} --fleet tiny-cpu:1 --profile tiny-cpu": "not allowed with argument",
+    f"simulate --workload {SMALL} --instances 0": "'0': expected a whole number >= 1",
+    f"simulate --workload {SMALL} --instances many": "'many': expected a whole number >= 1",
+    f"simulate --workload {SMALL} --seed -1": "'-1': expected a whole number >= 0",
+    f"simulate --workload {SMALL} --load 0": "'0': expected a number > 0",
+    f"simulate --workload {SMALL} --load 0.9 --instances 900": "would have to run .* times as fast",
+    f"simulate --workload {SMALL} --warmup-share 1": "'1': expected a number >= 0 and < 1",
+    f"simulate --workload {SMALL} --slo tigt": "SLO class 'tigt' is not known; did you mean tight",
+    f"simulate --workload {SMALL} --poll-delay-s -1": "poll_delay_s = -1.0: expected",
+    "simulate --workload poisson?n=9&prompt=14000": "9 of 9 requests have more than the 12,288 tokens of a10-llama-7b; "
+    "--drop-over-length",
+    "evaluate": "--workload: expected a trace file",
+    f"evaluate --workload {SMALL} --policies random,random": "expected different names",
+    f"evaluate --workload {SMALL} --policies random,": "expected names joined by commas",
+    f"evaluate --workload {SMALL} --policies random,nobody": "policy 'nobody' is not known",
+    f"evaluate --workload {SMALL} --policies random --baseline lmetric": "--baseline 'lmetric': expected one of",
+    f"evaluate --workload {SMALL} --segments 9999": "has no request; expected fewer segments",
+    f"evaluate --workload {SMALL} --segments 0": "'0': expected a whole number >= 1",
+    f"evaluate --workload {SMALL} --load 0.8,x": "'x': expected a number > 0",
+    "evaluate --experiment lumnix": "experiment 'lumnix' is not known.*known: llumnix-motivation",
+    "trace": "the following arguments are required: ACTION",
+    "trace inspect missing.csv": "'missing.csv' is not known",
+    f"trace convert {SMALL} out.parquet": "'out.parquet': expected a name that ends in .jsonl or .csv",
+    "trace convert sessions/chat?n=50 out.csv": "expected a table without closed-loop rows",
+    "trace fetch azure_2023": "trace 'azure_2023' is not known; did you mean azure_2023",
+    "list policys": "invalid choice: 'policys'.*did you mean policies",
+}
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_bad_input_gets_one_line_and_status_2(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*command.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert re.match(f"fleetpilot: error: .*{BAD[command]}", err), err
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "fleetpilot: error: "),
+        (b"when,what\n1,2\n", "no known trace format has the fields"),
+        (b"\x00\xff\xfe\x80", "fleetpilot: error: "),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,44\n", "ContextTokens"),
+    ],
+)
+def test_a_broken_trace_is_bad_input(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_bytes(content)
+    assert run("trace", "inspect", str(trace)) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEETPILOT_DEBUG", "1")
+    with pytest.raises(ValueError, match="'nobody' is not known"):
+        main(["simulate", "--policy", "nobody"])
+
+
+def test_a_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert run("simulate", "--workload", SMALL, "-o", str(tmp_path)) == 2
+    assert "pip install 'fleetpilot[eval]'" in capsys.readouterr().err
+
+
+WORDS = st.text(st.characters(exclude_characters="0123456789"), max_size=12)
+OPTIONS = st.sampled_from(
+    [
+        "--policy",
+        "--policies",
+        "--workload",
+        "--profile",
+        "--fleet",
+        "--instances",
+        "--load",
+        "--slo",
+        "--seed",
+        "--seeds",
+        "--segments",
+        "--superpose",
+        "--experiment",
+        "--baseline",
+        "--json",
+        "--url",
+        "-o",
+        "inspect",
+        "convert",
+        "fetch",
+    ]
+)
+SCHEMES = st.sampled_from(["file:", "servegen:", "twin/", "llumnix/", "poisson?", "gamma?cv=", "sessions/chat?turns="])
+ARGUMENTS = st.lists(OPTIONS | WORDS | st.builds(str.__add__, SCHEMES, WORDS), max_size=6)
+
+
+@given(st.sampled_from(["simulate", "evaluate", "trace", "list", "demo"]), ARGUMENTS)
+def test_garbage_never_ends_in_a_traceback(command: str, arguments: list[str]) -> None:
+    if command == "demo":
+        arguments = ["--garbage", *arguments]
+    assert run(command, *arguments) in (0, 2)
+
+
+# --- what it prints ----------------------------------------------------------------------------------------------
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert re.fullmatch(r"fleetpilot \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    for command in ([], ["simulate"], ["evaluate"], ["demo"], ["list"], ["trace"], ["trace", "convert"]):
+        assert run(*command, "--help") == 0
+        assert capsys.readouterr().out.startswith("usage: fleetpilot")
+
+
+@pytest.mark.parametrize("command", [["simulate"], ["evaluate"], ["trace"]])
+def test_examples_in_help_are_understood(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--help") == 0
+    examples = re.findall(r"^  fleetpilot (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert examples
+    for example in examples:
+        assert _parser().parse_args(shlex.split(example)).run
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/cli.md", "docs/evaluation.md"])
+def test_commands_in_the_documentation_are_understood(page: str) -> None:
+    text = (Path(__file__).parent.parent / page).read_text(encoding="utf-8")
+    fenced = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    examples = re.findall(r"^fleetpilot (.*?)(?: *#.*| *> .*)?$", fenced, re.MULTILINE)
+    examples += re.findall(r"`fleetpilot ([a-z][^`A-Z]*)`", text)
+    assert examples
+    for example in examples:
+        if example != "trace":  # named as a group
+            assert _parser().parse_args(shlex.split(example)).run
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("policies", "join-shortest-queue"),
+        ("profiles", "a10-llama-7b"),
+        ("workloads", "twin/azure-conv"),
+        ("traces", "azure_2023_conv"),
+        ("experiments", "llumnix-motivation"),
+    ],
+)
+def test_lists_name_things(what: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list", what) == 0
+    one = capsys.readouterr().out
+    assert name in one.split()
+    assert run("list") == 0
+    everything = capsys.readouterr().out
+    assert all(line in everything for line in one.splitlines())
+
+
+def test_simulate_prints_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("simulate", "--workload", SMALL, "--policy", "freeness", "--slo", "chat,tight") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"freeness on {SMALL}, 4 x a10-llama-7b\n")
+    assert "goodput" in out
+    assert err == "", "quiet where stderr is no terminal"
+
+
+def test_simulate_prints_json_in_vllms_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("simulate", "--workload", SMALL, "--fleet", "a10-llama-7b:1,tiny-cpu:1", "--json", "--seed", "3") == 0
+    summary = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
+    assert summary["completed"] == summary["num_prompts"] > 200
+    assert summary["mean_ttft_ms"] > 0
+    assert summary["config"]["fleet"]["instances"] == ["a10-llama-7b", "tiny-cpu"]
+    assert summary["metrics"]["requests"]["finished"] == summary["completed"]
+    assert summary["seed"] == 3
+
+
+def test_simulate_writes_its_files(tmp_path: Path) -> None:
+    assert run("simulate", "--workload", SMALL, "-o", str(tmp_path)) == 0
+    stored = runs.StoredRun.read(tmp_path / "run")
+    assert stored is not None
+    assert len(stored.requests()) == 300
+    assert stored.summary["config"]["warmup_share"] == 0.1
+
+
+def test_a_load_sizes_the_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+    workload = "poisson?rate=20&n=3000&prompt=uniform:50:900&output=uniform:2:200"
+    assert run("simulate", "--workload", workload, "--load", "0.8", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    fleet = FleetConfig((load_profile("a10-llama-7b"),) * len(summary["config"]["fleet"]["instances"]))
+    assert len(fleet.profiles) > 2
+    assert summary["request_rate"] == pytest.approx(0.8 * capacity_rps(make_workload(workload), fleet), rel=0.05)
+
+
+def test_requests_that_are_left_out_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    workload = "poisson?rate=4&n=300&prompt=uniform:10:20000&output=5"
+    assert run("simulate", "--workload", workload, "--drop-over-length", "--json") == 0
+    out, err = capsys.readouterr()
+    left_out = int(re.match(r"fleetpilot: warning: .*: left out (\d+) of 300 requests: they have more than", err)[1])  # type: ignore[index]
+    assert 0 < left_out < 200
+    # the window starts after the warm-up
+    assert json.loads(out)["num_prompts"] < 300 - left_out
+
+
+def test_nothing_finished_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def none_finished(*arguments: Any, **options: Any) -> Any:
+        outcome = run_one(*arguments, **options)
+        outcome.summary["completed"] = 0
+        return outcome
+
+    monkeypatch.setattr(runs, "run_one", none_finished)
+    assert run("simulate", "--workload", SMALL) == 1
+
+
+def test_evaluate_a_real_trace(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = traces / "azure_2023" / "AzureLLMInferenceTrace_conv.csv"
+    out = tmp_path / "run"
+    command = ["evaluate", "--policies", "round-robin,freeness,lmetric", "--workload", f"{trace}?n=3000"]
+    command += ["--drop-over-length", "--load", "0.7,0.95", "--segments", "3", "--seeds", "1", "--workers", "1"]
+    assert run(*command, "-o", str(out), "--baseline", "lmetric") == 0
+    printed = capsys.readouterr().out
+    assert "differences to lmetric" in printed
+    assert "at load 0.7:" in printed
+    assert "at load 0.95:" in printed
+    assert str(out / "report.html") in printed.splitlines()
+    for name in ("report.html", "report.md", "runs.csv"):
+        assert (out / name).stat().st_size
+    summaries = [json.loads(path.read_text(), parse_constant=refuse_constant) for path in (out / "runs").glob("*.json")]
+    assert len(summaries) == 2 * 3 * 3
+    assert {summary["completed"] == summary["num_prompts"] for summary in summaries} == {True}
+
+    assert run(*command, "-o", str(out)) == 0, "the same again only makes the report"
+    assert "differences to round-robin" in capsys.readouterr().out
+
+
+def test_the_motivation_of_llumnix_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("evaluate", "--experiment", "llumnix-motivation", "-o", str(tmp_path)) == 0
+    as_the_paper_states, as_the_artifact_sets = capsys.readouterr().out.split("\n\n")[:2]
+    assert "13,616" in as_the_paper_states
+    assert "12,672" in as_the_artifact_sets
+    rows = [re.split(r"  +", line.strip()) for line in as_the_paper_states.splitlines()[2:]]
+    judged = {figure: (paper, within) for figure, paper, _, _, _, within in rows}
+    assert judged == {
+        "mean KV use %": ("62.0", "yes"),
+        "preempted requests %": ("8.00", "yes"),
+        "decode latency P99 / P50": ("3.80", "-"),
+    }
+
+
+def test_ctrl_c_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise Interrupted(3, 9)
+
+    monkeypatch.setattr(runner, "evaluate", interrupted)
+    assert run("evaluate", "--workload", SMALL, "--segments", "2", "-o", str(tmp_path)) == 130
+    assert capsys.readouterr().err == (
+        f"fleetpilot: interrupted: 3 of 9 runs are done and kept in {tmp_path}; the same command goes on from there\n"
+    )
+
+
+def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from fleetpilot.evaluation import demo
+
+    def one_segment(scenarios: list[Scenario], policies: list[str], *arguments: Any, **options: Any) -> Any:
+        assert policies == list(BASELINES)
+        short = [Scenario(s.name, s.segments[:1], s.fleet) for s in scenarios]
+        return evaluate(short, policies[:3], *arguments, **options, workers=1)
+
+    monkeypatch.setattr(demo, "evaluate", one_segment)
+    assert run("demo", "-o", str(tmp_path)) == 0
+    printed = capsys.readouterr().out
+    assert "join-shortest-queue" in printed
+    shown = [Path(line) for line in printed.splitlines() if line.endswith((".html", ".png"))]
+    assert {path.suffix for path in shown} == {".html", ".png"}
+    assert all(path.stat().st_size for path in shown)
+
+
+# --- traces ------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_describes_a_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("trace", "inspect", "gamma?rate=8&cv=3&n=4000", "--json") == 0
+    summary = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
+    assert summary["requests"] == 4000
+    assert summary["rate_rps"] == pytest.approx(8, rel=0.05)
+    assert summary["gap_cv"] == pytest.approx(3, rel=0.15)
+    assert summary["idc_60s"] > 3
+    assert run("trace", "inspect", "poisson?n=1") == 0
+    assert "1 requests" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+@pytest.mark.parametrize("action", ["convert", "generate"])
+def test_what_is_written_reads_back(
+    action: str, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / f"trace{suffix}"
+    assert run("trace", action, SMALL, str(target)) == 0
+    assert capsys.readouterr().out == f"{target}: 300 requests\n"
+    assert run("trace", "inspect", str(target), "--json") == 0
+    read = json.loads(capsys.readouterr().out)
+    assert run("trace", "inspect", SMALL, "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    for name in ("requests", "prompt_tokens", "output_tokens"):
+        assert read[name] == made[name]
+
+
+def test_a_file_and_its_parameters(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = traces / "azure_2023" / "AzureLLMInferenceTrace_code.csv"
+    assert run("trace", "inspect", f"{trace}?n=100&load_factor=2") == 0
+    out = capsys.readouterr().out
+    assert "6621 rows read, 100 emitted" in out
+    assert "AzureLLMInferenceTrace_code.csv?n=100&load_factor=2" in out
+    assert str(traces) not in out
+
+
+# --- as a process ------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fleetpilot", "list", "workloads"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert (process.wait(), process.stderr.read()) == (0, b"")
+    process.stderr.close()
+
+
+def test_help_and_errors_load_nothing_heavy() -> None:
+    code = "import sys; from fleetpilot.cli import main\ntry: main(['--help'])\nexcept SystemExit: print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"numpy", "numba", "scipy", "matplotlib", "pyarrow", "fleetpilot.cluster"} & set(loaded)
