@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.core import config
 from numpy.typing import NDArray
 
 from fleetpilot.cluster import loading
 from fleetpilot.cluster.config import FleetConfig
 from fleetpilot.cluster.memory import handle
 from fleetpilot.cluster.state import Capacity, State, allocate, as_records, copy_state, restore_state
+from fleetpilot.fleet.jit import UNCOMPILED
 from fleetpilot.fleet.view import FleetView
 
 
@@ -28,7 +28,7 @@ class ClusterBatch:
         self.size = size
         self.state: State = allocate(size)
         self.handle: Any = handle(self.state)
-        records = as_records(self.state) if config.DISABLE_JIT else self.state
+        records = as_records(self.state) if UNCOMPILED else self.state
         shape = (size.environments, size.instances)
         self.view = FleetView(records.view_instance.reshape(shape), records.view_request, records.view_fleet)
 

@@ -128,7 +128,10 @@ def _account_decodes(s: Any, inst: Any, engine: Any, steps: int, time_s: float) 
 
 @inlined
 def _count_gaps(s: Any, inst: Any, engine: Any, steps: int) -> None:
-    """Gaps of the `steps` decode steps that end; the first is longer for requests that waited for others' prefill, or sat out."""
+    """Gaps of the `steps` decode steps that end.
+
+    The first is longer for requests that waited for others' prefill, or sat out.
+    """
     first = inst.steps + 1
     if inst.uneven != 0 or inst.last_decode_s != step_end_s(inst, engine, inst.steps):
         _count_first_gaps(s, inst, step_end_s(inst, engine, first))
@@ -277,9 +280,9 @@ def _finish(s: Any, e: int, g: int, index: int, time_s: float) -> None:
         slot.indexed_match_tokens,
         slot.output_tokens,
     )
-    if slot.missed == 0 and slot.output_tokens > 1:
-        if (time_s - slot.first_token_s) / (slot.output_tokens - 1) > slot.tpot_target_s:
-            inst.misses += 1
+    late = slot.output_tokens > 1 and time_s - slot.first_token_s > slot.tpot_target_s * (slot.output_tokens - 1)
+    if late and slot.missed == 0:
+        inst.misses += 1
     inst.finished += 1
     if env.track_log != 0:
         _log(s, env, index, FINISHED, time_s)
@@ -667,7 +670,8 @@ COSTS = 7
 def costs(s: Any, e: int, out: Any) -> None:
     """The costs of environment `e` from its start to now, its last decision or end (see `COSTS`).
 
-    `waiting_s` sums the time that requests have been without a first token, `misses` counts requests that have missed a target.
+    `waiting_s` sums the time that requests have been without a first token, `misses` counts requests that have missed
+    a target.
     """
     env = env_at(s, e)
     now_s = env.time_s

@@ -33,8 +33,8 @@ def take(s: Any, inst: Any, blocks: int) -> None:
 def decode_demand(s: Any, inst: Any, engine: Any, first_step: int, steps: int) -> int:
     """Blocks that the decodes take in `steps` steps from step number `first_step` (counted like `steps_done`).
 
-    A decode takes a block in the step before which its computed tokens fill whole blocks; counts by residue make that a sum over
-    at most `block_size` numbers, whatever the batch and however many the steps.
+    A decode takes a block in the step before which its computed tokens fill whole blocks; counts by residue make that
+    a sum over at most `block_size` numbers, whatever the batch and however many the steps.
     """
     size = engine.block_size
     cycles = steps // size

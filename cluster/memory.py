@@ -1,29 +1,30 @@
 """Access to the arrays of a `State` from kernels, through one pointer.
 
-Passing two dozen arrays from kernel to kernel, and counting references to them, costs several times what the model itself does.
-So kernels get a record of addresses, the *handle*, and accessors like ``slot_at(s, index)`` return the record at an index. The arrays belong
-to the Python `State`, which outlives every call. With ``NUMBA_DISABLE_JIT=1`` the handle is the `State` itself and an accessor is
-a plain look-up.
+Passing two dozen arrays from kernel to kernel, and counting references to them, costs several times what the model
+itself does. So kernels get a record of addresses, the *handle*, and accessors like ``slot_at(s, index)`` return the
+record at an index. The arrays belong to the Python `State`, which outlives every call. With ``NUMBA_DISABLE_JIT=1``
+the handle is the `State` itself and an accessor is a plain look-up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numba
 import numpy as np
-from numba.core import cgutils, config, types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from fleetpilot.cluster.state import ARRAY_DTYPES, State, as_records
+from fleetpilot.fleet.jit import UNCOMPILED
 
 HANDLE = np.dtype([(name, "i8") for name in ARRAY_DTYPES], align=True)
 
 
 def handle(state: State) -> Any:
     """What kernels take as their first argument `s`. Valid as long as the state's arrays are."""
-    if config.DISABLE_JIT:
+    if UNCOMPILED:
         return as_records(state)
     addresses = np.zeros(1, HANDLE)
     for name in ARRAY_DTYPES:
@@ -34,19 +35,18 @@ def handle(state: State) -> Any:
 def _base(context: Any, builder: Any, s: Any, name: str) -> Any:
     """The address of an array, loaded from the handle."""
     word = context.get_value_type(types.int64)
-    field = HANDLE.fields[name]
-    pointer = cgutils.pointer_add(builder, s, field[1], return_type=word.as_pointer())
-    return builder.load(pointer)
+    offset = list(ARRAY_DTYPES).index(name) * HANDLE.itemsize // len(ARRAY_DTYPES)
+    pointer_add: Any = cgutils.pointer_add
+    return builder.load(pointer_add(builder, s, offset, return_type=word.as_pointer()))
 
 
 def _accessor(name: str) -> Callable[[Any, int], Any]:
     """``accessor(s, index)``: the record at `index` of the array `name`."""
-    if config.DISABLE_JIT:
+    if UNCOMPILED:
         return lambda s, index: getattr(s, name)[index]
     dtype = ARRAY_DTYPES[name]
     record = numba.from_dtype(dtype)
 
-    @intrinsic  # type: ignore[untyped-decorator]
     def access(typingctx: Any, s: Any, index: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             base = _base(context, builder, args[0], name)
@@ -56,17 +56,16 @@ def _accessor(name: str) -> Callable[[Any, int], Any]:
 
         return record(s, index), codegen
 
-    return access  # type: ignore[no-any-return]
+    return cast(Callable[[Any, int], Any], intrinsic(access))
 
 
 def _whole(name: str) -> Callable[[Any, int], Any]:
     """``whole(s, size)``: the array `name` itself, for functions that are shared with the dispatcher."""
-    if config.DISABLE_JIT:
+    if UNCOMPILED:
         return lambda s, size: getattr(s, name)
     dtype = ARRAY_DTYPES[name]
     array_type = types.Array(numba.from_dtype(dtype), 1, "C")
 
-    @intrinsic  # type: ignore[untyped-decorator]
     def access(typingctx: Any, s: Any, size: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             base = _base(context, builder, args[0], name)
@@ -84,7 +83,7 @@ def _whole(name: str) -> Callable[[Any, int], Any]:
 
         return array_type(s, size), codegen
 
-    return access  # type: ignore[no-any-return]
+    return cast(Callable[[Any, int], Any], intrinsic(access))
 
 
 env_at = _accessor("env")

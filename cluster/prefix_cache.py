@@ -1,9 +1,9 @@
 """Which blocks of content an instance holds: matching, pinning, filling, and the free list in the order of eviction.
 
-Content is named by the prefix tree (docs/model.md). Since the tail of a sequence is always evicted before its head, what is resident of a
-node is a count of its first blocks, and the free list need not hold single blocks: it is a list of *extents* - the resident blocks
-of an unpinned node, or the private tail of a preempted request - each followed by a number of dead blocks that nobody can match.
-Dead blocks in front of the first extent are simply free.
+Content is named by the prefix tree (docs/model.md). Since the tail of a sequence is always evicted before its head,
+what is resident of a node is a count of its first blocks, and the free list need not hold single blocks: it is a list
+of *extents* - the resident blocks of an unpinned node, or the private tail of a preempted request - each followed by
+a number of dead blocks that nobody can match. Dead blocks in front of the first extent are simply free.
 
 An extent is named by its node's index, or by ``-2 - slot`` for a private tail; `NIL` is no extent.
 """
@@ -39,7 +39,10 @@ def shared_blocks(s: Any, inst: Any, slot: Any, block_size: int) -> int:
 
 @kernel
 def match(s: Any, inst: Any, slot: Any, block_size: int, cap: int) -> tuple[int, int]:
-    """Blocks of the sequence that are resident from its start, at most `cap`, and how many of them pinning takes from the free list."""
+    """Blocks of the sequence that are resident from its start, at most `cap`.
+
+    Also how many of them pinning would take out of the free list.
+    """
     node = leaf(slot)
     matched = shared_blocks(s, inst, slot, block_size)
     complete = True

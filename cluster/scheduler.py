@@ -1,7 +1,7 @@
 """The scheduler of one instance: who is in the next iteration (docs/model.md; vLLM's names).
 
-`schedule` is called at every boundary. It leaves the list of slots that prefill in the coming iteration in ``inst.prefilling`` and returns
-what the iteration time depends on.
+`schedule` is called at every boundary. It leaves the list of slots that prefill in the coming iteration in
+``inst.prefilling`` and returns what the iteration time depends on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from fleetpilot.fleet.jit import inlined, kernel
 
 @inlined
 def earlier(engine: Any, a: Any, b: Any) -> bool:
-    """Whether request `a` goes before `b` by (priority, dispatch time, row); without priority order all priorities are equal."""
+    """Whether request `a` goes before `b` by (priority, dispatch time, row).
+
+    Without priority order all priorities are equal.
+    """
     if engine.priority_order != 0 and a.priority != b.priority:
         return a.priority < b.priority
     if a.dispatch_s != b.dispatch_s:
@@ -305,7 +308,10 @@ def _pass(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int, float]:
 
 @inlined
 def schedule(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int, float]:
-    """Form the next iteration, again if all that one try scheduled was preempted in it. Returns prefill tokens and Q."""
+    """Form the next iteration, again if all that one try scheduled was preempted in it.
+
+    Returns prefill tokens and Q.
+    """
     prefill, attention = _pass(s, inst, engine, time_s)
     while prefill == 0 and inst.preempted != 0 and inst.sitting_out == 0:
         prefill, attention = _pass(s, inst, engine, time_s)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numba.core import config
 from numpy.typing import NDArray
 
 from fleetpilot.cluster import kernel, loading
@@ -32,6 +31,7 @@ from fleetpilot.cluster.state import (
     allocate,
     as_records,
 )
+from fleetpilot.fleet.jit import UNCOMPILED
 from fleetpilot.fleet.policy import CompiledPolicy, Policy
 from fleetpilot.fleet.view import FleetView
 from fleetpilot.workloads.table import RequestTable
@@ -142,8 +142,13 @@ def simulate_stream(
 
     Args:
         parts: open-loop tables without shared prefixes, later parts later in time.
-        on_ended: gets `REQUEST_LOG` records of requests that ended, in order of their end per instance; `row` counts over all parts.
-        fleet, policy, seed, sample_interval_s, progress: as for `simulate`.
+        on_ended: gets `REQUEST_LOG` records of requests that ended, in order of their end per instance; `row` counts
+            over all parts.
+        fleet: as for `simulate`.
+        policy: as for `simulate`.
+        seed: as for `simulate`.
+        sample_interval_s: as for `simulate`.
+        progress: as for `simulate`.
 
     Returns:
         The run, with no requests in it.
@@ -222,7 +227,7 @@ class _Run:
     def _use(self, state: State) -> None:
         self.state = state
         self.handle = handle(state)
-        views = as_records(state) if config.DISABLE_JIT else state
+        views = as_records(state) if UNCOMPILED else state
         self.views = (views.view_instance, views.view_request, views.view_fleet)
 
     def check_part(self, table: RequestTable) -> None:
@@ -304,9 +309,8 @@ class _Run:
         env = self.state.env[0]
         instance = self.state.instance
         instances = np.zeros(len(instance), INSTANCE_LOG)
-        for name in INSTANCE_LOG.names or ():
-            if name in instance.dtype.names:
-                instances[name] = instance[name]
+        for name in set(INSTANCE_LOG.names or ()) & set(instance.dtype.names or ()):
+            instances[name] = instance[name]
         instances["kv_blocks"] = self.state.engine["kv_blocks"]
         instances["block_size"] = self.state.engine["block_size"]
         end_s = float(env["time_s"])

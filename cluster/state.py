@@ -1,8 +1,8 @@
 """The arrays that hold a batch of clusters: shapes, units, allocation.
 
-Everything is one-dimensional and global over the batch: with ``E`` environments of at most ``N`` instances, instance ``i`` of environment
-``e`` is ``g = e * N + i``; slot, row and node indices are laid out the same way. So kernels pass one index, and the whole state can
-be copied, saved and restored as plain arrays.
+Everything is one-dimensional and global over the batch: with ``E`` environments of at most ``N`` instances, instance
+``i`` of environment ``e`` is ``g = e * N + i``; slot, row and node indices are laid out the same way. So kernels pass
+one index, and the whole state can be copied, saved and restored as plain arrays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What the dispatcher can see of an instance: progress by now, polls as old as they are, the ledger, the view of a decision."""
+"""What the dispatcher can see of an instance.
+
+Progress by now, polls as old as they are, the ledger, the view of a decision.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +206,7 @@ def itl_bin(gap_s: float) -> int:
     """Bin of a gap between tokens: `ITL_BINS_PER_OCTAVE` equal parts of each power of two."""
     mantissa, exponent = math.frexp(gap_s)
     position = (exponent - ITL_LOWEST_EXPONENT) * ITL_BINS_PER_OCTAVE
-    position += np.int64((mantissa - 0.5) * (2 * ITL_BINS_PER_OCTAVE))
+    position += int((mantissa - 0.5) * (2 * ITL_BINS_PER_OCTAVE))
     return min(max(position, 0), ITL_BINS - 1)
 
 

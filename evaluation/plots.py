@@ -119,7 +119,8 @@ def _svg(figure: Figure) -> str:
     import matplotlib
 
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "fleetpilot", "svg.fonttype": "none"}):  # the same figure is the same text
+    # a fixed salt: the same figure is the same text
+    with matplotlib.rc_context({"svg.hashsalt": "fleetpilot", "svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]

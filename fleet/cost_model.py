@@ -2,8 +2,9 @@
 
     t = a + max(w, b (P + B)) + w_e (1 - (1 - k/E)^(P + B)) + c Q + d B + e K + host_step + host_per_seq B
 
-P prefill tokens, Q = sum of chunk * (context + chunk / 2), B decodes, K the KV tokens that they read. The hinge (reading the
-weights against computing on them) and the saturating expert term follow the fits in the profiles' sources.
+P prefill tokens, Q = sum of chunk * (context + chunk / 2), B decodes, K the KV tokens that they read. The hinge
+(reading the weights against computing on them) and the saturating expert term follow the fits in the profiles'
+sources.
 """
 
 from __future__ import annotations

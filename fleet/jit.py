@@ -12,10 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
-from numba.core import config
+from numba.core import config as _config
+
+config: Any = _config  # its attributes are made at run time
+
+UNCOMPILED: bool = bool(config.DISABLE_JIT)
+"""``NUMBA_DISABLE_JIT=1``: kernels run as plain Python."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,19 +54,23 @@ def _our_cache() -> Iterator[None]:
 
 def kernel(function: F) -> F:
     """Compile with Numba on first use, without the GIL, cached on disk by the hash of all kernel sources."""
-    with _our_cache():
-        return numba.njit(cache=True, nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+    return _compiled(function, forceinline=False)
 
 
 def inlined(function: F) -> F:
-    """Like `kernel`, but LLVM inlines it where it is called: passing the many arrays of a state costs more than most such calls do."""
+    """Like `kernel`, but LLVM inlines it where it is called."""
+    return _compiled(function, forceinline=True)
+
+
+def _compiled(function: F, *, forceinline: bool) -> F:
     with _our_cache():
-        return numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True)(function)  # type: ignore[no-any-return]
+        compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=forceinline)(function)
+    return cast("F", compiled)
 
 
 def function_pointer(signature: Any, function: Callable[..., Any]) -> Any:
     """Compile now, to a pointer: kernels that take one are compiled once for all functions of this signature."""
-    if config.DISABLE_JIT:
+    if UNCOMPILED:
         return function
     on_disk = os.path.exists(function.__code__.co_filename)  # Numba can't cache what was typed into a notebook
     with _our_cache():

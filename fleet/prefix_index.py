@@ -1,8 +1,8 @@
 """The dispatcher's approximate index of which prefixes each instance holds, fed by its own dispatches.
 
-Content is named by nodes of a prefix tree with dense indices: the simulator has the tree of its workload, a dispatcher interns the
-hashes of token blocks. Per instance a set of nodes, least recently used first out, bounded by the tokens they stand for. It is
-approximate on purpose: it does not know what the engine evicted, nor when.
+Content is named by nodes of a prefix tree with dense indices: the simulator has the tree of its workload, a dispatcher
+interns the hashes of token blocks. Per instance a set of nodes, least recently used first out, bounded by the tokens
+they stand for. It is approximate on purpose: it does not know what the engine evicted, nor when.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def _tokens(nodes: Any, node0: int, node: int) -> int:
 def match(indexed: Any, indexed0: int, nodes: Any, node0: int, node: int) -> float:
     """Tokens of the sequence that ends with `node` which the index holds from its start.
 
-    A node is touched whenever a descendant is, so a missing node's descendants are missing too: the deepest present one decides.
+    A node is touched whenever a descendant is, so a missing node's descendants are missing too: the deepest present one
+    decides.
     """
     while node >= 0 and indexed[indexed0 + node].present == 0:
         node = nodes[node0 + node].parent
@@ -48,8 +49,9 @@ def _unlink(owner: Any, indexed: Any, indexed0: int, node: int) -> None:
 def insert(
     owner: Any, view: Any, indexed: Any, indexed0: int, nodes: Any, node0: int, node: int, most_tokens: int
 ) -> None:
-    """A request whose sequence ends with `node` was dispatched: its nodes become the most recently used, deepest first out.
+    """A request whose sequence ends with `node` was dispatched: its nodes become the most recently used.
 
+    The deepest goes first when the index is full.
     `owner` keeps `index_head` and `index_tail` (oldest and newest), `view.indexed_tokens` the sum.
     """
     while node >= 0:

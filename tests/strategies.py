@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetpilot.workloads.table import NO_NODE, NO_PARENT, NO_SESSION, RequestTable, make_table
 from hypothesis import strategies as st
 from oracle import OracleInstance
+
+from fleetpilot.workloads.table import NO_NODE, NO_PARENT, NO_SESSION, RequestTable, make_table
 
 GRID_S = 1 / 64
 

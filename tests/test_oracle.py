@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fleetpilot.workloads.table import RequestTable, make_table
 from hypothesis import given
 from oracle import OracleInstance, OracleResult, simulate
 from strategies import clusters
+
+from fleetpilot.workloads.table import RequestTable, make_table
 
 CHUNKED = OracleInstance("chunked", kv_blocks=100, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, a_s=1.0)
 PREFILL_FIRST = replace(CHUNKED, scheduler="prefill_first")

@@ -45,9 +45,7 @@ def fleet_of_oracle(instances: list[oracle.OracleInstance], **options: object) -
 
 def run_kernel(cluster: Cluster, *, leap: bool) -> RunLog:
     table, instances = cluster
-    return simulate(
-        table, fleet_of_oracle(instances), load_policy("round-robin"), leap=leap, sample_interval_s=1 / 16
-    )
+    return simulate(table, fleet_of_oracle(instances), load_policy("round-robin"), leap=leap, sample_interval_s=1 / 16)
 
 
 def run_oracle(cluster: Cluster) -> oracle.OracleResult:

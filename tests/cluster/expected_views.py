@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import oracle
 from comparison import fleet_of_oracle
 from numpy.typing import NDArray
-import oracle
 from oracle import Engine, Job, OracleBoundary
 from strategies import Cluster
 
