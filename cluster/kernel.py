@@ -112,7 +112,6 @@ def _account_decodes(s: Any, inst: Any, engine: Any, steps: int, time_s: float) 
     decodes = inst.decodes_in_leap
     if steps > 1:
         take(s, inst, decode_demand(s, inst, engine, inst.steps_done + 1, steps - 1))
-    inst.last_step_s = time_s - step_end_s(inst, engine, inst.planned - 1)
     if counts_at(s, 0).itl_bins > 0:
         _count_gaps(s, inst, engine, steps)
     previous_s = inst.last_decode_s
@@ -180,7 +179,7 @@ def _sample_token(s: Any, env: Any, g: int, slot: Any, time_s: float) -> None:
     inst.streamed_tokens += 1
     inst.generated_tokens += 1
     if not np.isnan(slot.preempted_s):
-        loss_s = time_s - slot.preempted_s - slot.preempted_step_s
+        loss_s = max(0.0, time_s - slot.preempted_s - slot.preempted_step_s)
         slot.preemption_loss_s += loss_s
         inst.preemption_loss_s += loss_s
         if counts_at(s, 0).itl_bins > 0 and slot.started != 0:

@@ -14,6 +14,7 @@ from fleetpilot.cluster import prefix_cache
 from fleetpilot.cluster.kv_cache import available_blocks, blocks_for, decode_demand, release, take
 from fleetpilot.cluster.memory import batch_at, residue_at, slot_at
 from fleetpilot.cluster.state import MODE_CHUNKED, MODE_PREFILL_FIRST, NEVER, NIL
+from fleetpilot.fleet.cost_model import base_time_s, leap_end_s
 from fleetpilot.fleet.jit import inlined, kernel
 
 
@@ -110,6 +111,9 @@ def _preempt(s: Any, inst: Any, engine: Any, position: int, has_block: bool, tim
     entry = batch_at(s, inst.batch0 + position)
     index = entry.slot
     slot = slot_at(s, index)
+    step_s = leap_end_s(
+        0.0, base_time_s(engine.cost, 0, 0.0, inst.decodes), engine.cost.e_s, inst.decode_tokens, inst.decodes, 1
+    )
     if entry.finish_step != NEVER:
         computed = leave_decodes(s, inst, engine, slot)
         if slot.sat_out == 0:
@@ -131,7 +135,7 @@ def _preempt(s: Any, inst: Any, engine: Any, position: int, has_block: bool, tim
     slot.held_blocks = 0
     if np.isnan(slot.preempted_s):
         slot.preempted_s = time_s
-        slot.preempted_step_s = inst.last_step_s
+        slot.preempted_step_s = step_s
     enqueue(s, inst, engine, index, True)
 
 

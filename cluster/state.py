@@ -60,7 +60,7 @@ SLOT = np.dtype(  # a request between its arrival and its end
         ("first_token_s", "f8"),
         ("joined_s", "f8"),  # last token before the request (re)joined the decodes
         ("preempted_s", "f8"),  # NaN unless preempted and not yet prefilled again
-        ("preempted_step_s", "f8"),  # the decode step it had then
+        ("preempted_step_s", "f8"),  # what a step of the decodes would have taken then
         ("preemption_loss_s", "f8"),
         ("predicted_output_tokens", "f8"),
         ("indexed_match_tokens", "f8"),  # what the prefix index said at dispatch
@@ -180,7 +180,6 @@ INSTANCE = np.dtype(
         ("index_tail", "i8"),
         # counters
         ("last_decode_s", "f8"),  # end of the last decode step
-        ("last_step_s", "f8"),  # the duration of the iteration that held it
         ("busy_s", "f8"),
         ("iterations", "i8"),
         ("decode_steps", "i8"),

@@ -55,8 +55,8 @@ class OracleRequest:
     """What happened to one request. Times in seconds; NaN and -1 for what has not happened.
 
     `preempted_loss_s` sums, over preemptions, the time from the preemption to the end of the iteration that completed
-    the re-prefill, less the duration of the instance's last iteration with decodes. A preemption while an earlier one's
-    re-prefill is still open does not start a second loss.
+    the re-prefill, less what a step of the decodes would have taken then (at least 0). A preemption while an
+    earlier one's re-prefill is still open does not start a second loss.
     """
 
     row: int
@@ -257,7 +257,6 @@ class Engine:
         self.waiting: list[Job] = []
         self.scheduled: list[tuple[Job, int]] = []  # the iteration under way: (request, tokens computed in it)
         self.duration_s = math.nan  # of the last iteration that started
-        self.decode_step_s = 0.0  # duration of the last iteration that held decodes
         self.boundary_s = math.inf  # of the next boundary; inf while idle
         self.now_s = 0.0
         self.preemptions = 0
@@ -313,8 +312,6 @@ class Engine:
 
     def account(self) -> None:
         """Step 1: the iteration that ends has computed its tokens."""
-        if any(job.is_decode for job, _ in self.scheduled):
-            self.decode_step_s = self.duration_s
         for job, tokens in self.scheduled:
             job.computed += tokens
             if job.is_decode:
@@ -330,7 +327,7 @@ class Engine:
         if job.generated == 1:
             record.first_token_s = self.now_s
         if not math.isnan(job.lost_at_s):
-            record.preempted_loss_s += self.now_s - job.lost_at_s - job.lost_step_s
+            record.preempted_loss_s += max(0.0, self.now_s - job.lost_at_s - job.lost_step_s)
             job.lost_at_s = math.nan
 
     def retire(self) -> list[Job]:
@@ -439,6 +436,7 @@ class Engine:
         return True
 
     def preempt(self, job: Job) -> None:
+        decode_step_s = iteration_time_s(self.config, [], [j.prompt + j.generated for j in self.running if j.is_decode])
         self.running.remove(job)
         self.scheduled = [entry for entry in self.scheduled if entry[0] is not job]
         self.leave(job, preempted=True)
@@ -448,7 +446,7 @@ class Engine:
         self.preemptions += 1
         job.record.preemptions += 1
         if math.isnan(job.lost_at_s):
-            job.lost_at_s, job.lost_step_s = self.now_s, self.decode_step_s
+            job.lost_at_s, job.lost_step_s = self.now_s, decode_step_s
 
     def leave(self, job: Job, *, preempted: bool) -> None:
         """Release the request's blocks; those that decoding filled become resident first."""
