@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.cluster import kernel, loading
+from fleetpilot.cluster import conservation, kernel, loading
 from fleetpilot.cluster.config import FleetConfig
 from fleetpilot.cluster.memory import handle
 from fleetpilot.cluster.state import (
@@ -103,6 +103,7 @@ def simulate(
     sample_interval_s: float | None = 1.0,
     stop_s: float | None = None,
     leap: bool = True,
+    check: bool = False,
     progress: Progress | None = None,
 ) -> RunLog:
     """Run a workload on a fleet under a policy until every request has ended.
@@ -115,12 +116,13 @@ def simulate(
         sample_interval_s: time between instance samples; None for none.
         stop_s: end the run at this time; requests still in the system are logged as cut.
         leap: False steps one iteration per event (same results, slower; for tests).
+        check: verify conservation (`cluster.conservation`) at every decision and at the end; slow.
         progress: called now and then.
 
     Raises:
         ValueError: if a request cannot be served by some instance, or a parameter is out of range.
     """
-    run = _Run(fleet, policy, seed, sample_interval_s, stop_s, leap)
+    run = _Run(fleet, policy, seed, sample_interval_s, stop_s, leap, check)
     loading.check_fits(table, fleet)
     run.allocate(len(table), table)
     ended = [run.flush_log() for _ in run.parts(iter(()), progress)]
@@ -177,6 +179,7 @@ class _Run:
         sample_interval_s: float | None,
         stop_s: float | None,
         leap: bool,
+        check: bool = False,
     ):
         if sample_interval_s is not None and not (np.isfinite(sample_interval_s) and sample_interval_s > 0):
             raise ValueError(f"sample_interval_s = {sample_interval_s!r}: expected a finite time > 0 or None")
@@ -190,6 +193,7 @@ class _Run:
         self.sample_interval_s = sample_interval_s
         self.stop_s = stop_s
         self.leap = leap
+        self.check = check
         self.samples: list[NDArray[np.void]] = []
         self.ended = 0
         self.state: State
@@ -258,10 +262,12 @@ class _Run:
 
     def _advance(self) -> int:
         """Let the kernel run until it needs more than a decision."""
-        if isinstance(self.policy, CompiledPolicy):
+        if isinstance(self.policy, CompiledPolicy) and not self.check:
             return int(kernel.run(self.handle, 0, self.policy.choose, *self.views))
         while True:
             status = int(kernel.advance(self.handle, 0))
+            if self.check:
+                conservation.check(self.state)
             if status != NEED_DECISION:
                 return status
             instances, request, fleet = (array.copy() for array in self.views)

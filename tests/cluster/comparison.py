@@ -1,4 +1,4 @@
-"""Kernel and oracle (tests/oracle.py) on the same cluster, side by side; every assertion here is an equality of the two."""
+"""Kernel and oracle (tests/oracle.py) on the same cluster; every assertion here is an equality of the two."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ def fleet_of_oracle(instances: list[oracle.OracleInstance], **options: object) -
     return FleetConfig(tuple(profile_of(instance, f"drawn-{i}") for i, instance in enumerate(instances)), **options)
 
 
-def run_kernel(cluster: Cluster, *, leap: bool) -> RunLog:
+def run_kernel(cluster: Cluster, *, leap: bool, check: bool = False) -> RunLog:
     table, instances = cluster
-    return simulate(table, fleet_of_oracle(instances), load_policy("round-robin"), leap=leap, sample_interval_s=1 / 16)
+    return simulate(
+        table, fleet_of_oracle(instances), load_policy("round-robin"), leap=leap, check=check, sample_interval_s=1 / 16
+    )
 
 
 def run_oracle(cluster: Cluster) -> oracle.OracleResult:

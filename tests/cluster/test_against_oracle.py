@@ -16,3 +16,8 @@ def test_completions_preemptions_and_blocks_equal_the_oracle(cluster: strategies
 @given(strategies.clusters())
 def test_leaps_equal_single_steps_bitwise(cluster: strategies.Cluster) -> None:
     assert_bitwise_equal(run_kernel(cluster, leap=True), run_kernel(cluster, leap=False))
+
+
+@given(strategies.clusters())
+def test_nothing_is_lost_and_nothing_is_there_twice(cluster: strategies.Cluster) -> None:
+    run_kernel(cluster, leap=True, check=True)

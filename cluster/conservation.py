@@ -1,0 +1,115 @@
+"""What must hold of a cluster at any time: nothing is lost, nothing is there twice. Checked from outside the kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from fleetpilot.cluster.state import IDLE, NEVER, NIL, State, as_records
+
+
+def check(state: State, e: int = 0) -> None:
+    """Check environment `e` between two events.
+
+    Every request in the system is at exactly one place; on every instance the blocks that are free, unpinned, pinned by
+    nodes and held privately are all of its blocks; no request has more tokens than it asked for.
+
+    Raises:
+        AssertionError: naming what is wrong.
+    """
+    s = as_records(state)
+    env = s.env[e]
+    places = Counter(_held(s, e))
+    for g in range(env.instance0, env.instance0 + env.instances):
+        places.update(_waiting(s, g))
+        places.update(_batch(s, g))
+        _check_blocks(s, g)
+        _check_decodes(s, g)
+    if env.decision_slot != NIL and s.slot[env.decision_slot].instance == NIL:
+        places[int(env.decision_slot)] = 1  # asked about now; held if it is asked again
+    active = {int(i) for i in range(env.slot0, env.slot0 + env.slots) if s.slot[i].row != NIL}
+    twice = [slot for slot, times in places.items() if times != 1]
+    assert not twice, f"slot {twice[0]} is at {places[twice[0]]} places"
+    assert set(places) == active, f"slots at no place or without a request: {sorted(set(places) ^ active)}"
+    assert len(active) == env.active, f"{len(active)} requests in the system, counted {env.active}"
+
+
+def _held(s: State, e: int) -> Iterator[int]:
+    index = int(s.env[e].held_head) if s.env[e].held > 0 else NIL
+    while index != NIL:
+        yield index
+        index = int(s.slot[index].next)
+
+
+def _waiting(s: State, g: int) -> Iterator[int]:
+    index = int(s.instance[g].head)
+    while index != NIL:
+        yield index
+        index = int(s.slot[index].next)
+
+
+def _batch(s: State, g: int) -> list[int]:
+    inst = s.instance[g]
+    return [int(s.batch[inst.batch0 + position].slot) for position in range(inst.in_batch)]
+
+
+def _extents(s: State, g: int) -> Iterator[int]:
+    """The free list of an instance: nodes, or ``-2 - slot`` for private tails."""
+    inst = s.instance[g]
+    extent = int(inst.lru_head)
+    while extent != NIL:
+        yield extent
+        extent = int(s.residency[inst.residency0 + extent].next if extent >= 0 else s.slot[-2 - extent].lru_next)
+
+
+def _check_blocks(s: State, g: int) -> None:
+    inst, engine = s.instance[g], s.engine[g]
+    unpinned = 0
+    for extent in _extents(s, g):
+        if extent >= 0:
+            node = s.residency[inst.residency0 + extent]
+            assert node.pins == 0, f"instance {g}: node {extent} is pinned and in the free list"
+            assert node.blocks > 0, f"instance {g}: node {extent} is in the free list with no block"
+            unpinned += int(node.blocks + node.dead_blocks)
+        else:
+            slot = s.slot[-2 - extent]
+            assert slot.resident_blocks > 0, f"instance {g}: an empty private tail is in the free list"
+            unpinned += int(slot.resident_blocks + slot.dead_blocks)
+    assert unpinned == inst.lru_blocks, f"instance {g}: {unpinned} unpinned blocks, counted {inst.lru_blocks}"
+    nodes = s.env[inst.env].nodes
+    residency = s.residency[inst.residency0 : inst.residency0 + nodes]
+    assert (residency["pins"] >= 0).all(), f"instance {g}: a node is pinned by less than nobody"
+    pinned = int(residency["blocks"][residency["pins"] > 0].sum())
+    private = sum(_held_blocks(s, g, position) for position in range(inst.in_batch))
+    total = int(inst.free_blocks) + unpinned + pinned + private
+    assert inst.free_blocks >= 0, f"instance {g}: {inst.free_blocks} free blocks"
+    assert total == engine.kv_blocks, (
+        f"instance {g}: {inst.free_blocks} free + {unpinned} unpinned + {pinned} pinned + {private} private "
+        f"= {total} blocks, expected {engine.kv_blocks}"
+    )
+
+
+def _held_blocks(s: State, g: int, position: int) -> int:
+    """Blocks that the request at this position of the batch holds for itself."""
+    inst, size = s.instance[g], int(s.engine[g].block_size)
+    entry = s.batch[inst.batch0 + position]
+    slot = s.slot[entry.slot]
+    if entry.finish_step == NEVER:
+        return int(slot.held_blocks - slot.node_blocks)
+    computed = int(slot.prompt_tokens + slot.generated + inst.steps_done) - 1
+    stepping = inst.doing != IDLE and inst.decodes_in_leap > 0 and position < inst.sitting_out
+    return -(-(computed + stepping) // size) - int(slot.node_blocks)
+
+
+def _check_decodes(s: State, g: int) -> None:
+    inst = s.instance[g]
+    decodes = tokens = 0
+    for position, index in enumerate(_batch(s, g)):
+        slot = s.slot[index]
+        if s.batch[inst.batch0 + position].finish_step != NEVER:
+            generated = int(slot.generated + inst.steps_done)
+            assert 0 < generated <= slot.output_tokens, f"row {slot.row}: {generated} tokens of {slot.output_tokens}"
+            decodes += 1
+            tokens += int(slot.prompt_tokens) + generated
+    assert decodes == inst.decodes, f"instance {g}: {decodes} decodes, counted {inst.decodes}"
+    assert tokens == inst.decode_tokens, f"instance {g}: {tokens} decode tokens, counted {inst.decode_tokens}"
