@@ -1,4 +1,4 @@
-"""What must hold of a cluster at any time: nothing is lost, nothing is there twice. Checked from outside the kernels."""
+"""What must hold of a cluster at any time: nothing is lost, nothing is there twice. Checked outside the kernels."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ def _finish_due(s: Any, e: int, g: int, time_s: float) -> None:
         env_at(s, e).next_hold_s = time_s
 
 
-@inlined
+@kernel
 def boundary(s: Any, e: int, g: int, time_s: float) -> None:
     """An iteration, or a leap of them, ends: account for it, let requests leave, form the next."""
     env = env_at(s, e)
@@ -363,19 +363,20 @@ def _first_boundary(s: Any, env: Any) -> int:
 def _run_instances(s: Any, e: int, until_s: float) -> bool:
     """Boundaries before `until_s`. False if a completion may have brought the next arrival or hold retry forward."""
     env = env_at(s, e)
-    if env.closed_loop == 0 and env.held == 0:
-        # nothing couples the instances, so each runs on its own
-        for g in range(env.instance0, env.instance0 + env.instances):
-            while next_at(s, g).time_s < until_s:
-                boundary(s, e, g, next_at(s, g).time_s)
-        return True
+    coupled = env.closed_loop != 0 or env.held != 0
+    active = env.active
+    g = env.instance0
     while True:
-        g = _first_boundary(s, env)
+        if coupled:
+            g = _first_boundary(s, env)
+        else:
+            # nothing couples the instances, so each runs on its own
+            while next_at(s, g).time_s >= until_s and g < env.instance0 + env.instances - 1:
+                g += 1
         if next_at(s, g).time_s >= until_s:
             return True
-        active = env.active
         boundary(s, e, g, next_at(s, g).time_s)
-        if env.active != active:
+        if coupled and env.active != active:
             return False
 
 
@@ -452,7 +453,7 @@ def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     return index
 
 
-@inlined
+@kernel
 def _ask(s: Any, e: int, index: int, held: int, time_s: float) -> int:
     env = env_at(s, e)
     env.time_s = time_s
@@ -591,7 +592,6 @@ def _dispatch(s: Any, env: Any, index: int, g: int) -> None:
     view = view_instance_at(s, g)
     slot = slot_at(s, index)
     time_s = env.time_s
-    record_polls(s, inst, engine, env, time_s)
     slot.dispatch_s = time_s
     slot.instance = g
     env.held_s += time_s - slot.arrival_s

@@ -49,9 +49,9 @@ def decode_demand(s: Any, inst: Any, engine: Any, first_step: int, steps: int) -
 @inlined
 def steps_that_fit(s: Any, inst: Any, engine: Any, first_step: int, most: int, blocks: int) -> int:
     """How many decode steps from `first_step`, `most` at the most, take no more than `blocks` blocks."""
-    if inst.decodes == 0 or decode_demand(s, inst, engine, first_step, most) <= blocks:
-        return most
     size = engine.block_size
+    if inst.decodes * blocks_for(most, size) <= blocks or decode_demand(s, inst, engine, first_step, most) <= blocks:
+        return most
     cycles = blocks // inst.decodes
     steps = cycles * size
     left = blocks - cycles * inst.decodes

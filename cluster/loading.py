@@ -237,6 +237,11 @@ def load_rows(state: State, size: Capacity, e: int, rows: NDArray[np.void], node
     """The requests of an episode, and the prefix tree that they share."""
     state.row[e * size.rows : e * size.rows + len(rows)] = rows
     state.node[e * size.nodes : e * size.nodes + len(nodes)] = nodes
+    expect_rows(state, e, rows, nodes)
+
+
+def expect_rows(state: State, e: int, rows: NDArray[np.void], nodes: NDArray[np.void]) -> None:
+    """Tell environment `e` of the requests that its part of the state holds."""
     env = state.env
     env["rows"][e] = len(rows)
     env["cursor"][e] = 0

@@ -310,16 +310,16 @@ def _pass(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int, float]:
     return prefill, attention
 
 
-@inlined
+@kernel
 def schedule(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int, float]:
     """Form the next iteration, again if all that one try scheduled was preempted in it.
 
     Returns prefill tokens and Q.
     """
-    prefill, attention = _pass(s, inst, engine, time_s)
-    while prefill == 0 and inst.preempted != 0 and inst.sitting_out == 0:
+    while True:
         prefill, attention = _pass(s, inst, engine, time_s)
-    return prefill, attention
+        if prefill > 0 or inst.preempted == 0 or inst.sitting_out > 0:
+            return prefill, attention
 
 
 @kernel

@@ -5,7 +5,6 @@ Progress by now, polls as old as they are, the ledger, the view of a decision.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,9 @@ from fleetpilot.fleet.cost_model import leap_end_s
 from fleetpilot.fleet.jit import inlined, kernel
 from fleetpilot.fleet.ledger import stock_load
 from fleetpilot.fleet.policy import random_unit
+
+_BITS_BELOW_BIN = 52 - (ITL_BINS_PER_OCTAVE - 1).bit_length()
+_BITS_OF_BIN_0 = (1022 + ITL_LOWEST_EXPONENT) * ITL_BINS_PER_OCTAVE  # 1022 is the exponent field of 0.5
 
 
 @inlined
@@ -63,7 +65,7 @@ def steps_before(inst: Any, engine: Any, time_s: float) -> int:
     return steps
 
 
-@inlined
+@kernel
 def used_blocks(s: Any, inst: Any, engine: Any, time_s: float) -> int:
     """Blocks in use at a time between the last boundary and the next, those of the iteration in progress included."""
     used = engine.kv_blocks - available_blocks(inst)
@@ -74,13 +76,26 @@ def used_blocks(s: Any, inst: Any, engine: Any, time_s: float) -> int:
 
 
 @inlined
+def _polls_until(env: Any, time_s: float) -> int:
+    """How many polls there are until `time_s`, that time included."""
+    polls = np.int64(np.floor(time_s / env.poll_interval_s)) + 1
+    while polls > 0 and (polls - 1) * env.poll_interval_s > time_s:
+        polls -= 1
+    while polls * env.poll_interval_s <= time_s:
+        polls += 1
+    return polls
+
+
+@inlined
 def record_polls(s: Any, inst: Any, engine: Any, env: Any, time_s: float) -> None:
-    """Before the instance changes at `time_s`: keep what polls until then saw (the last ones that fit the ring)."""
-    due = np.int64(np.floor(time_s / env.poll_interval_s)) + 1
-    while due > 0 and (due - 1) * env.poll_interval_s > time_s:
-        due -= 1
-    while due * env.poll_interval_s <= time_s:
-        due += 1
+    """Keep what the polls until `time_s` saw, before the instance changes."""
+    if inst.next_poll * env.poll_interval_s <= time_s:
+        _record_polls(s, inst, engine, env, _polls_until(env, time_s))
+
+
+@kernel
+def _record_polls(s: Any, inst: Any, engine: Any, env: Any, due: int) -> None:
+    """Keep what the first `due` polls saw, the last ones that fit the ring."""
     for k in range(max(inst.next_poll, due - inst.polls), due):
         poll = poll_at(s, inst.poll0 + k % inst.polls)
         poll.running = inst.in_batch
@@ -89,32 +104,24 @@ def record_polls(s: Any, inst: Any, engine: Any, env: Any, time_s: float) -> Non
         poll.preemptions = inst.preemptions
         poll.prefix_queries_tokens = inst.prefix_queries_tokens
         poll.prefix_hits_tokens = inst.prefix_hits_tokens
-    inst.next_poll = max(inst.next_poll, due)
+    inst.next_poll = due
 
 
 @inlined
-def _see_poll(s: Any, inst: Any, engine: Any, env: Any, view: Any, now_s: float) -> None:
-    """The last poll that is visible by now."""
-    last = np.int64(np.floor((now_s - env.poll_delay_s) / env.poll_interval_s))
-    if last < 0:
+def _see_poll(s: Any, inst: Any, engine: Any, env: Any, view: Any, visible: int) -> None:
+    """The last one of the first `visible` polls."""
+    if visible <= 0:
         view.poll_age_s = np.inf
         return
-    view.poll_age_s = now_s - last * env.poll_interval_s
-    if last < inst.next_poll:
-        poll = poll_at(s, inst.poll0 + last % inst.polls)
-        view.running = poll.running
-        view.waiting = poll.waiting
-        view.kv_usage = poll.used_blocks / engine.kv_blocks
-        view.preemptions = poll.preemptions
-        view.prefix_queries_tokens = poll.prefix_queries_tokens
-        view.prefix_hits_tokens = poll.prefix_hits_tokens
-    else:
-        view.running = inst.in_batch
-        view.waiting = inst.waiting
-        view.kv_usage = used_blocks(s, inst, engine, last * env.poll_interval_s) / engine.kv_blocks
-        view.preemptions = inst.preemptions
-        view.prefix_queries_tokens = inst.prefix_queries_tokens
-        view.prefix_hits_tokens = inst.prefix_hits_tokens
+    last = visible - 1
+    poll = poll_at(s, inst.poll0 + last % inst.polls)
+    view.poll_age_s = env.time_s - last * env.poll_interval_s
+    view.running = poll.running
+    view.waiting = poll.waiting
+    view.kv_usage = poll.used_blocks / engine.kv_blocks
+    view.preemptions = poll.preemptions
+    view.prefix_queries_tokens = poll.prefix_queries_tokens
+    view.prefix_hits_tokens = poll.prefix_hits_tokens
 
 
 @inlined
@@ -133,19 +140,21 @@ def head_demand_blocks(s: Any, inst: Any, engine: Any) -> int:
     return 0 if inst.head == NIL else blocks_for(slot_at(s, inst.head).prefill_tokens, engine.block_size)
 
 
-@inlined
+@kernel
 def fill_view(s: Any, e: int) -> None:
     """Bring the view of environment `e` up to date for the decision about its `decision_slot`."""
     env = env_at(s, e)
     now_s = env.time_s
     slot = slot_at(s, env.decision_slot)
     shared = slot.prefix_node >= 0
+    visible = _polls_until(env, now_s - env.poll_delay_s)
     for i in range(env.instances):
         g = env.instance0 + i
         inst = instance_at(s, g)
         engine = engine_at(s, g)
         view = view_instance_at(s, g)
-        _see_poll(s, inst, engine, env, view, now_s)
+        record_polls(s, inst, engine, env, now_s)
+        _see_poll(s, inst, engine, env, view, visible)
         view.streamed_tokens = inst.streamed_tokens
         if inst.doing == DECODE:
             view.streamed_tokens += (steps_before(inst, engine, now_s) - inst.steps) * inst.decodes
@@ -203,10 +212,11 @@ def sample(s: Any, e: int, time_s: float) -> None:
 
 @inlined
 def itl_bin(gap_s: float) -> int:
-    """Bin of a gap between tokens: `ITL_BINS_PER_OCTAVE` equal parts of each power of two."""
-    mantissa, exponent = math.frexp(gap_s)
-    position = (exponent - ITL_LOWEST_EXPONENT) * ITL_BINS_PER_OCTAVE
-    position += int((mantissa - 0.5) * (2 * ITL_BINS_PER_OCTAVE))
+    """Bin of a gap between tokens: `ITL_BINS_PER_OCTAVE` equal parts of each power of two.
+
+    They are the exponent and the first bits of the mantissa, side by side in a float.
+    """
+    position = (np.float64(gap_s).view(np.int64) >> _BITS_BELOW_BIN) - _BITS_OF_BIN_0
     return min(max(position, 0), ITL_BINS - 1)
 
 

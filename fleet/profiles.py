@@ -14,6 +14,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
@@ -213,17 +214,17 @@ class HardwareProfile:
         """Time of a decode step of `batch` requests with `context_tokens` of context each."""
         return self.iteration_s(0, 0.0, batch, batch * context_tokens)
 
-    @property
+    @cached_property
     def prefill_s_per_token(self) -> float:
         """Prefill time per token of a 1,024-token prompt."""
         return self.prefill_s(1024) / 1024
 
-    @property
+    @cached_property
     def decode_step_s(self) -> float:
         """Decode step of a batch of one with 1,024 tokens of context."""
         return self.decode_s(1, 1024)
 
-    @property
+    @cached_property
     def decode_s_per_seq(self) -> float:
         """Growth of the decode step per request, between batches of 1 and 32 with 1,024 tokens of context each."""
         return (self.decode_s(32, 1024) - self.decode_s(1, 1024)) / 31

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -155,10 +155,34 @@ def cluster(pick: Pick) -> Cluster:
     return table, [instance(pick, table, index) for index in range(count)]
 
 
+def cluster_on_grid(pick: Pick) -> Cluster:
+    """The same with all costs on the grid, or a power of two finer: exact sums, and ties everywhere."""
+
+    def cost(*halvings: int) -> float:
+        return pick([0.0, *(GRID_S / 2**n for n in halvings)])
+
+    table, instances = cluster(pick)
+    no_costs = dict.fromkeys(("w_e_s", "expert_share", "c_s", "host_step_s", "host_per_seq_s"), 0.0)
+    return table, [
+        replace(instance, a_s=GRID_S, w_s=cost(0), b_s=cost(3), d_s=cost(2), e_s=cost(6, 7), **no_costs)
+        for instance in instances
+    ]
+
+
+def _picker(draw: st.DrawFn) -> Pick:
+    return lambda options: draw(st.sampled_from(options))
+
+
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
     """`cluster`, drawn by hypothesis."""
-    return cluster(lambda options: draw(st.sampled_from(options)))
+    return cluster(_picker(draw))
+
+
+@st.composite
+def clusters_on_grid(draw: st.DrawFn) -> Cluster:
+    """`cluster_on_grid`, drawn by hypothesis."""
+    return cluster_on_grid(_picker(draw))
 
 
 def fixed_cluster(seed: int) -> Cluster:

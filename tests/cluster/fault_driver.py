@@ -1,4 +1,4 @@
-"""Does the kernel still do what the oracle does? Exit status 0: yes, on all of `SEEDS`; 1: no; 2: the driver is at fault.
+"""Does the kernel do what the oracle does? Exit status 0: yes, on all of `SEEDS`; 1: no; 2: the driver is at fault.
 
 test_planted_faults.py runs this with the kernels uncompiled, on copies of the package in which a fault was planted.
 """
@@ -17,9 +17,12 @@ from strategies import fixed_cluster
 from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import Telemetry, simulate
 
-SEEDS = range(40)
-PATIENCE_S = 300
-"""For a kernel that a fault sends round in circles; a hundred times what an honest one takes."""
+SEEDS = (11, 230, 19, 4, 561, 7, 192, 14, 3, 21)
+"""Chosen so that also what is rare happens: requests that sit iterations out, that are preempted again before their
+prefill is done again, or in the pass that has just given them a block."""
+
+PATIENCE_S = 60
+"""For a kernel that a fault sends round in circles; an honest one takes a twentieth."""
 
 
 def compare(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Faults to plant in the kernels, one at a time: each is a misreading of docs/model.md or a slip of the kind that one makes.
+"""Faults to plant in the kernels, one at a time: misreadings of docs/model.md, and slips of the kind that one makes.
 
 tests/cluster/test_planted_faults.py demands that each makes a difference that the comparison with the oracle sees.
 """
@@ -42,7 +42,9 @@ FAULTS = (
         ADMISSION_TEST,
         """\
         if missing + unpinned + engine.watermark_blocks > available_blocks(inst):
-            if slot.next == NIL or slot_at(s, slot.next).prefill_tokens >= slot.prefill_tokens:
+            if engine.priority_order != 0 or slot.next == NIL:
+                break
+            if slot_at(s, slot.next).prefill_tokens >= slot.prefill_tokens:
                 break
             enqueue(s, inst, engine, _dequeue_head(s, inst, engine), False)
             continue
@@ -55,10 +57,10 @@ FAULTS = (
         "missing = blocks_for(min(slot.prefill_tokens, matched * size + budget), size) - matched",
     ),
     Fault(
-        "blocks that pinning takes from the free list are not counted",
+        "blocks that pinning takes from the free list are counted twice",
         SCHEDULER,
         "missing + unpinned + engine.watermark_blocks",
-        "missing + engine.watermark_blocks",
+        "missing + 2 * unpinned + engine.watermark_blocks",
     ),
     Fault(
         "max_num_seqs off by one",
@@ -153,10 +155,10 @@ FAULTS = (
         "residue = (slot.prompt_tokens + slot.generated - inst.steps_done) % engine.block_size",
     ),
     Fault(
-        "a leap does not see the blocks of its last step",
-        KERNEL,
-        "leap = 1 + steps_that_fit(s, inst, engine, inst.steps_done + 1, most - 1, available_blocks(inst))",
-        "leap = 1 + steps_that_fit(s, inst, engine, inst.steps_done + 1, most - 1, available_blocks(inst) + 1)",
+        "a leap takes no blocks for whole cycles of the block size",
+        KV_CACHE,
+        "demand = cycles * inst.decodes",
+        "demand = 0",
     ),
     Fault(
         "the private tail of a preempted request is not kept",
@@ -247,8 +249,8 @@ FAULTS = (
     Fault(
         "boundaries come before arrivals of the same time",
         KERNEL,
-        "while next_at(s, g).time_s < until_s:",
-        "while next_at(s, g).time_s <= until_s:",
+        "        if next_at(s, g).time_s >= until_s:\n",
+        "        if next_at(s, g).time_s > until_s or next_at(s, g).time_s == np.inf:\n",
     ),
     # --- ends ---
     Fault(
@@ -279,14 +281,14 @@ FAULTS = (
     Fault(
         "polls arrive without delay",
         TELEMETRY,
-        "(now_s - env.poll_delay_s) / env.poll_interval_s",
-        "now_s / env.poll_interval_s",
+        "_polls_until(env, now_s - env.poll_delay_s)",
+        "_polls_until(env, now_s)",
     ),
     Fault(
         "a poll sees the instance as it is now",
-        TELEMETRY,
-        "    if last < inst.next_poll:\n",
-        "    if False:\n",
+        KERNEL,
+        "    record_polls(s, inst, engine, env, time_s)\n",
+        "",
     ),
     Fault(
         "the step in progress takes no blocks",

@@ -1,0 +1,166 @@
+"""Requests simulated per CPU-second, beside the fastest of the published simulators, on the same requests.
+
+The job: Poisson arrivals at 64 requests/s, log-normal prompts (mean 700, sigma 0.6, 16 to 3,500 tokens) and outputs (mean
+200, sigma 0.6, 8 to 1,000 tokens), on 8 instances of Llama-3.1-8B on an H100 with 26,000 KV blocks of 16 tokens. Both
+simulators step through the batches of continuous batching with paged KV memory and a prefix cache; fleetpilot also polls
+the engines, keeps the dispatcher's ledger, counts every gap between tokens and samples the instances each second.
+
+The peer is the offline replay of NVIDIA Dynamo, in its own environment `.venv-peers`, which is made on first use. The two
+have different timing models of the same hardware: latencies are printed to show that both simulated the same load.
+
+Usage: python benchmarks/common_job.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from _report import HERE, machine, print_table, run_json, spread
+from numpy.typing import NDArray
+
+from fleetpilot.baselines import load_policy
+from fleetpilot.cluster import FleetConfig, simulate
+from fleetpilot.fleet.profiles import load_profile
+from fleetpilot.workloads.table import RequestTable, make_table
+
+PEER = "ai-dynamo-runtime==1.6.1"
+PEER_ENVIRONMENT = HERE.parent / ".venv-peers"
+PEER_PYTHON = PEER_ENVIRONMENT / "bin" / "python"
+ROUTERS = {"round-robin": "round_robin", "join-shortest-queue": "kv_router"}
+"""Our policy and the peer's that is most like it: without shared prefixes its `kv_router` goes by load alone."""
+
+REPEATS = 3
+SEED = 7
+TRACE_BLOCK_TOKENS = 512
+FLEET = FleetConfig.of(load_profile("h100-llama-3.1-8b").replace(kv_blocks=26_000, max_num_seqs=256), 8)
+
+
+class Run(NamedTuple):
+    """One measurement."""
+
+    requests_per_s: float  # per CPU-second
+    ttft_s: float
+    e2e_s: float
+
+
+def requests(n: int) -> RequestTable:
+    """The first `n` requests of the job; the order of the draws is part of it."""
+    rng = np.random.default_rng(SEED)
+    arrival_s = np.cumsum(rng.exponential(1 / 64, n))
+
+    def lengths(mean: float, low: int, high: int) -> NDArray[np.int64]:
+        sigma = 0.6
+        return np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, n), low, high).astype(np.int64)
+
+    return make_table("common job", arrival_s, lengths(700, 16, 3_500), lengths(200, 8, 1_000))
+
+
+def write_mooncake(table: RequestTable, path: Path) -> None:
+    """The requests in the peer's format, no two sharing a block."""
+    block = 0
+    with path.open("w", encoding="utf-8") as file:
+        for arrival_s, prompt, output in zip(table.arrival_s, table.prompt_tokens, table.output_tokens, strict=True):
+            blocks = -(-int(prompt) // TRACE_BLOCK_TOKENS)
+            line = {
+                "timestamp": float(arrival_s) * 1e3,
+                "input_length": int(prompt),
+                "output_length": int(output),
+                "hash_ids": list(range(block, block + blocks)),
+            }
+            file.write(json.dumps(line) + "\n")
+            block += blocks
+
+
+def slope(sizes: tuple[int, int], cpu_s: list[float]) -> float:
+    """Requests per CPU-second between a small and a large run, so that what a run costs once is left out."""
+    return (sizes[1] - sizes[0]) / (cpu_s[1] - cpu_s[0])
+
+
+def run_fleetpilot(tables: tuple[RequestTable, RequestTable], policy: str) -> Run:
+    """The rate between the two tables, and the latencies of the larger one."""
+    cpu_s = []
+    for table in tables:
+        before_s = time.process_time()
+        log = simulate(table, FLEET, load_policy(policy))
+        cpu_s.append(time.process_time() - before_s)
+    arrival_s = log.requests["arrival_s"]
+    return Run(
+        slope((len(tables[0]), len(tables[1])), cpu_s),
+        float(np.mean(log.requests["first_token_s"] - arrival_s)),
+        float(np.mean(log.requests["finish_s"] - arrival_s)),
+    )
+
+
+def run_peer(traces: dict[int, Path], router: str) -> Run:
+    """The same of the peer."""
+    command = [str(PEER_PYTHON), str(HERE / "peers" / "dynamo_replay.py"), router, *map(str, traces.values())]
+    found = run_json(command, {"DYN_LOG": "error"})  # its messages about each request would cost it time
+    small, large = (found[str(path)] for path in traces.values())
+    if (small["completed"], large["completed"]) != tuple(traces):
+        raise RuntimeError(f"the peer completed {small['completed']} and {large['completed']} requests of {list(traces)}")
+    sizes = (min(traces), max(traces))
+    return Run(slope(sizes, [small["cpu_s"], large["cpu_s"]]), large["ttft_s"], large["e2e_s"])
+
+
+def peer_is_there() -> bool:
+    """Whether the peer can be run; installs it on first use."""
+    if not PEER_PYTHON.exists():
+        subprocess.run([sys.executable, "-m", "venv", PEER_ENVIRONMENT], check=True)
+    if subprocess.run([PEER_PYTHON, "-c", "import dynamo._core"], stderr=subprocess.DEVNULL).returncode == 0:
+        return True
+    install = [PEER_PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PEER]
+    return subprocess.run(install).returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the requests")
+    sizes = (1_000, 20_000) if parser.parse_args().quick else (10_000, 200_000)
+    tables = (requests(sizes[0]), requests(sizes[1]))
+    with_peer = peer_is_there()
+    runs: dict[tuple[str, str], list[Run]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        traces = {size: Path(folder) / f"{size}.jsonl" for size in sizes}
+        if with_peer:
+            for table, path in zip(tables, traces.values(), strict=True):
+                write_mooncake(table, path)
+        for policy in ROUTERS:
+            simulate(tables[0], FLEET, load_policy(policy))  # compiles
+        for _ in range(REPEATS):
+            for policy, router in ROUTERS.items():
+                runs.setdefault(("fleetpilot", policy), []).append(run_fleetpilot(tables, policy))
+                if with_peer:
+                    runs.setdefault((PEER, router), []).append(run_peer(traces, router))
+    print(__doc__.partition("\n")[0])
+    print(machine())
+    print(f"Poisson 64 requests/s, {sizes[0]:,} and {sizes[1]:,} of them, {REPEATS} runs of each simulator in turn.")
+    print("A rate is the slope between the two sizes; starting, compiling and reading a trace file are left out for both.")
+    print_report(runs)
+    if not with_peer:
+        print(f"{PEER} could not be installed, so there is nothing to compare with.")
+
+
+def print_report(runs: dict[tuple[str, str], list[Run]]) -> None:
+    rows = []
+    for (simulator, policy), measured in runs.items():
+        rates = spread([run.requests_per_s for run in measured])
+        rows.append([f"{simulator} {policy}", rates, f"{measured[0].ttft_s * 1e3:.1f} ms", f"{measured[0].e2e_s:.2f} s"])
+    print_table(["simulator and policy", "requests per CPU-second, min / median / max", "mean TTFT", "mean E2E"], rows)
+    median = {key: statistics.median(run.requests_per_s for run in measured) for key, measured in runs.items()}
+    for policy, router in ROUTERS.items():
+        if (PEER, router) in runs:
+            ratio = median["fleetpilot", policy] / median[PEER, router]
+            print(f"{policy} against {router}: {ratio:.0f} times (of the medians)")
+
+
+if __name__ == "__main__":
+    main()

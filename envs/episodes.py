@@ -1,0 +1,240 @@
+"""The distribution of episodes: a `Scenario` draws an `Episode` from a generator of random numbers.
+
+An episode begins with a warm-up: its first requests meet an empty fleet and are dispatched by a hand-written policy, all before the first
+observation. The scored part that follows has a random number of requests: a quarter of the scenario's mean, and an exponential rest, at most
+twice the mean in all. So its end cannot be foreseen. Requests that are in the system at the end are served to their last token.
+
+Everything is drawn in an order that does not depend on what is pinned: pinning a parameter leaves all other draws alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetpilot.cluster import FleetConfig, Telemetry
+from fleetpilot.cluster.loading import check_fits, engine_record, node_records, row_records
+from fleetpilot.cluster.state import Capacity
+from fleetpilot.envs.capacity import capacity_rps
+from fleetpilot.envs.parameters import Parameter, Range, checked_names
+from fleetpilot.envs.requests import RequestSource
+from fleetpilot.envs.rewards import RewardWeights
+from fleetpilot.fleet.profiles import HardwareProfile, load_profile
+
+_LEAST_POLL_INTERVAL_S = 0.05
+_MOST_POLL_DELAY_S = 1.0
+_SIZES = ("fleet_size", "warmup_requests", "scored_requests")
+"""Parameters that memory is set aside for: no more than the scenario's range may be asked of a reset."""
+
+FLEET_PARAMETERS: Mapping[str, Parameter] = {
+    "load": Parameter("share", 0.01, 3.0, "requests offered over what the fleet gets through when it never runs out of them"),
+    "fleet_size": Parameter("instances", 1, 4096, "instances of the fleet", whole=True),
+    "hardware_error": Parameter(
+        "share", 0.0, 0.5, "each coefficient of the hardware is off its profile, which policies see, by up to this"
+    ),
+    "poll_interval_s": Parameter("s", _LEAST_POLL_INTERVAL_S, 10.0, "time between polls of an engine's metrics"),
+    "poll_delay_s": Parameter("s", 0.0, _MOST_POLL_DELAY_S, "time until a poll is visible"),
+    "warmup_requests": Parameter("requests/instance", 1, 100_000, "requests before the first observation", whole=True),
+    "scored_requests": Parameter("requests/instance", 1, 100_000, "mean number of scored requests", whole=True),
+}
+"""What every scenario's episodes have; `RequestSource.parameters` come on top."""
+
+_SHORTEST, _LONGEST = 0.25, 2.0  # scored part of an episode, over the mean
+_COEFFICIENTS = ("a_s", "w_s", "b_s", "w_e_s", "c_s", "d_s", "e_s", "host_step_s", "host_per_seq_s")
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What is loaded into a cluster.
+
+    Attributes:
+        parameters: values of the scenario's parameters, and ``rate_rps``.
+        fleet: as the dispatcher knows it.
+        engines: (instances,) `ENGINE` records of the hardware as it is.
+        rows: (n,) `ROW` records.
+        nodes: (m,) `NODE` records.
+        seed: of tie breaks and jitter.
+        warmup_s: the first decision after this is the agent's.
+    """
+
+    parameters: dict[str, float]
+    fleet: FleetConfig
+    engines: NDArray[np.void]
+    rows: NDArray[np.void]
+    nodes: NDArray[np.void]
+    seed: int
+    warmup_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A distribution of episodes.
+
+    Attributes:
+        name: as given to the environments.
+        summary: one line.
+        requests: where the requests come from.
+        profile: hardware of all instances: a `HardwareProfile`, or the name or file of one.
+        capacity_factor: what the formula of the capacity must be multiplied by to be right for these requests.
+        priority_order: engines serve by priority.
+        max_hold_s: a request may be held at the dispatcher for so long.
+        warm_up: compiled policy of `fleetpilot.baselines` that dispatches before the first observation.
+        ranges: of `FLEET_PARAMETERS` and `requests.parameters`, where they differ from the defaults; `fleet_size` is the
+            number of slots of the environment unless given.
+        reward: weights of the reward's components.
+    """
+
+    name: str
+    summary: str
+    requests: RequestSource
+    profile: HardwareProfile | str = "h100-llama-3.1-8b"
+    capacity_factor: float = 1.0
+    priority_order: bool = False
+    max_hold_s: float = 2.0
+    warm_up: str = "join-shortest-queue"
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    reward: RewardWeights = field(default_factory=RewardWeights)
+
+    def __post_init__(self) -> None:
+        checked_names(self.ranges, self.parameters, f"parameter of scenario {self.name!r}")
+        for name, value in self.ranges.items():
+            self.parameters[name].checked_range(name, value)
+
+    @cached_property
+    def hardware(self) -> HardwareProfile:
+        """The profile itself."""
+        profile = load_profile(self.profile) if isinstance(self.profile, str) else self.profile
+        return profile.replace(priority_order=True) if self.priority_order else profile
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """All numbers that its episodes have."""
+        own = {name: parameter for name, (parameter, _) in self.requests.parameters.items()}
+        return {**FLEET_PARAMETERS, **own}
+
+    def limits(self, slots: int) -> dict[str, tuple[float, float]]:
+        """The range of each parameter in an environment with so many slots for instances."""
+        defaults: dict[str, Range] = {
+            "load": 0.8,
+            "fleet_size": slots,
+            "hardware_error": 0.2,
+            "poll_interval_s": (0.05, 0.2),
+            "poll_delay_s": (0.0, 0.2),
+            "warmup_requests": 100,
+            "scored_requests": 1000,
+        }
+        own = {name: default for name, (_, default) in self.requests.parameters.items()}
+        given = {**defaults, **own, **self.ranges}
+        limits = {name: parameter.checked_range(name, given[name]) for name, parameter in self.parameters.items()}
+        if limits["fleet_size"][1] > slots:
+            raise ValueError(f"fleet_size = {given['fleet_size']!r}: expected at most instances = {slots}")
+        return limits
+
+    def with_changes(self, **changes: object) -> Scenario:
+        """Another scenario: parameters by number or range, and `profile`, `reward` and `max_hold_s`.
+
+        Raises:
+            ValueError: naming what is not known or not possible.
+        """
+        of_scenario = ("profile", "reward", "max_hold_s")
+        checked_names(changes, {**self.parameters, **dict.fromkeys(of_scenario)}, f"parameter of scenario {self.name!r}")
+        own = {name: value for name, value in changes.items() if name in of_scenario}
+        ranges = {name: value for name, value in changes.items() if name not in of_scenario}
+        return replace(self, **own, ranges={**self.ranges, **ranges})  # type: ignore[arg-type]
+
+    def size(self, environments: int, slots: int) -> Capacity:
+        """Of a cluster state for its episodes."""
+        limits = {name: high for name, (_, high) in self.limits(slots).items()}
+        per_instance = limits["warmup_requests"] + _LONGEST * limits["scored_requests"]
+        rows = math.ceil(limits["fleet_size"] * per_instance)
+        profile = self.hardware
+        return Capacity(
+            environments=environments,
+            instances=slots,
+            rows=rows,
+            slots=rows,
+            nodes=self.requests.most_nodes(rows),
+            max_num_seqs=profile.max_num_seqs,
+            max_block_size=profile.block_size,
+            polls=Telemetry(_LEAST_POLL_INTERVAL_S, _MOST_POLL_DELAY_S).polls_in_flight,
+            closed_rows=rows if self.requests.closed_loop() else 0,
+            classes=len(self.requests.slo_classes),
+            track_targets=True,
+        )
+
+    def draw(
+        self, rng: np.random.Generator, limits: Mapping[str, tuple[float, float]], pinned: Mapping[str, float]
+    ) -> Episode:
+        """One episode.
+
+        Args:
+            rng: all draws are from it, as many whatever is pinned.
+            limits: of the parameters (`limits`).
+            pinned: parameters that are not drawn (`pins`).
+        """
+        shares = rng.random(len(limits))
+        length = _SHORTEST + min((1.0 - _SHORTEST) * rng.standard_exponential(), _LONGEST - _SHORTEST)
+        errors = rng.uniform(-1.0, 1.0, len(_COEFFICIENTS))
+        seed, requests_seed = rng.integers(2**63, size=2).tolist()
+        values = {
+            name: self.parameters[name].at(share, *limit)
+            for share, (name, limit) in zip(shares.tolist(), limits.items(), strict=True)
+        }
+        values.update(pinned)
+        instances = int(values["fleet_size"])
+        warmup, scored = (instances * values[name] for name in ("warmup_requests", "scored_requests"))
+        table = self.requests.draw(
+            int(warmup) + max(1, round(scored * length)), values, np.random.default_rng(requests_seed)
+        )
+        hardware = self._hardware_with(1.0 + values["hardware_error"] * errors)
+        rate_rps = values["load"] * instances * self.capacity_factor * capacity_rps(hardware, table, instances)
+        fleet = FleetConfig.of(
+            self.hardware,
+            instances,
+            telemetry=Telemetry(values["poll_interval_s"], values["poll_delay_s"]),
+            max_hold_s=self.max_hold_s,
+            slo_classes=self.requests.slo_classes,
+        )
+        check_fits(table, fleet)
+        rows = row_records(table)
+        rows["arrival_s"] /= rate_rps
+        return Episode(
+            parameters={**values, "rate_rps": rate_rps},
+            fleet=fleet,
+            engines=np.repeat(engine_record(hardware), instances),
+            rows=rows,
+            nodes=node_records(table),
+            seed=seed,
+            warmup_s=_warmup_s(rows["arrival_s"], int(warmup)),
+        )
+
+    def _hardware_with(self, factors: NDArray[np.float64]) -> HardwareProfile:
+        changes = zip(_COEFFICIENTS, factors.tolist(), strict=True)
+        return self.hardware.replace(**{name: getattr(self.hardware, name) * factor for name, factor in changes})
+
+    def pins(self, options: Mapping[str, object], limits: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        """The parameters that options of a reset pin.
+
+        Raises:
+            ValueError: naming the option, its value and what was expected.
+        """
+        checked_names(options, self.parameters, f"option of scenario {self.name!r}")
+        pinned = {name: self.parameters[name].checked(name, value) for name, value in options.items()}
+        for name in _SIZES:
+            if name in pinned and pinned[name] > limits[name][1]:
+                raise ValueError(
+                    f"{name} = {pinned[name]:g}: expected at most {limits[name][1]:g}, for which the environment was made"
+                )
+        return pinned
+
+
+def _warmup_s(arrival_s: NDArray[np.float64], requests: int) -> float:
+    """When the warm-up ends: so many requests on, but before the last open-loop arrival."""
+    known = np.flatnonzero(~np.isnan(arrival_s))
+    last = known[-1]
+    return float(arrival_s[min(known[np.searchsorted(known, min(requests, last))], last)])

@@ -1,0 +1,219 @@
+"""One step of many environments in one call: carry out the answers, run to the next decisions, write what was seen and paid.
+
+A row is one environment. Rows do not touch each other, so any split of them over threads computes the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetpilot.cluster import kernel as cluster
+from fleetpilot.cluster.memory import env_at
+from fleetpilot.cluster.state import ENDED, NEED_DECISION, NIL
+from fleetpilot.envs.rewards import COMPONENTS, write_components
+from fleetpilot.fleet.features import feature_arrays, write_features
+from fleetpilot.fleet.jit import inlined, kernel
+
+EPISODE = np.dtype(
+    [
+        ("warmup_s", "f8"),  # until then the warm-up policy decides
+        ("max_steps", "i8"),  # the episode is truncated after so many
+        ("steps", "i8"),
+        ("at_risk", "i8"),  # requests in the system at the first observation that had not missed a target
+        ("total_reward", "f8"),
+        ("start", "f8", (cluster.COSTS,)),  # costs at the first observation
+        ("costs", "f8", (cluster.COSTS,)),  # costs at the last one
+    ],
+    align=True,
+)
+"""What a row's episode is and has come to."""
+
+METRICS = (
+    "return",
+    "decisions",
+    "duration_s",
+    "requests",
+    "finished",
+    "misses",
+    "slo_attainment",
+    "waiting_s",
+    "preemption_loss_s",
+    "generated_tokens",
+    "invalid_actions",
+)
+"""What is known of an episode at its end, in the order in which `_write_metrics` writes it."""
+
+
+class Outputs(NamedTuple):
+    """What a step returns, in fresh arrays. `E` rows, `N` instances."""
+
+    instances: NDArray[np.float32]  # (E, N, F)
+    request: NDArray[np.float32]  # (E, R)
+    fleet: NDArray[np.float32]  # (E, G)
+    kind: NDArray[np.float32]  # (E, K)
+    action_mask: NDArray[np.float32]  # (E, N + 1)
+    rewards: NDArray[np.float64]  # (E,)
+    terminated: NDArray[np.bool_]  # (E,)
+    truncated: NDArray[np.bool_]  # (E,)
+    dt_s: NDArray[np.float64]  # (E,) since the previous decision
+    invalid_actions: NDArray[np.int64]  # (E,) so far in the episode
+    components: NDArray[np.float64]  # (E, components)
+    metrics: NDArray[np.float64]  # (E, METRICS), 0 in rows whose episode did not end
+
+
+def outputs(environments: int, instances: int) -> Outputs:
+    """Room for one step."""
+    return Outputs(
+        *feature_arrays(environments, instances).values(),
+        np.empty(environments),
+        np.empty(environments, np.bool_),
+        np.empty(environments, np.bool_),
+        np.empty(environments),
+        np.empty(environments, np.int64),
+        np.empty((environments, len(COMPONENTS))),
+        np.zeros((environments, len(METRICS))),
+    )
+
+
+@kernel
+def begin_rows(
+    s: Any,
+    rows: Any,
+    episodes: Any,
+    warm_up: Any,
+    instances: Any,
+    request: Any,
+    fleet: Any,
+    scratch: Any,
+    out_instances: Any,
+    out_request: Any,
+    out_fleet: Any,
+    out_kind: Any,
+    out_mask: Any,
+) -> int:
+    """Run freshly loaded rows to their first decision after the warm-up.
+
+    Args:
+        s: handle of the clusters.
+        rows: which.
+        episodes: (E,) `EPISODE`.
+        warm_up: compiled policy that decides until then.
+        instances: (E, N) live view.
+        request: (E,) live view.
+        fleet: (E,) live view.
+        scratch: for `write_features`.
+        out_instances, out_request, out_fleet, out_kind, out_mask: see `Outputs`; written at these rows.
+
+    Returns:
+        0; -1 - row where a row's requests are over before that.
+    """
+    for e in rows:
+        episode = episodes[e]
+        status = cluster.advance(s, e)
+        while status == NEED_DECISION and env_at(s, e).time_s < episode.warmup_s:
+            cluster.apply(s, e, warm_up(instances[e], request[e : e + 1], fleet[e : e + 1]))
+            status = cluster.advance(s, e)
+        if status != NEED_DECISION:
+            return -1 - e
+        cluster.costs(s, e, episode.start)
+        episode.costs[:] = episode.start
+        episode.at_risk = cluster.unmissed(s, e)
+        episode.steps = 0
+        episode.total_reward = 0.0
+        write_features(instances, request, fleet, e, out_instances, out_request, out_fleet, out_kind, out_mask, scratch)
+    return 0
+
+
+@inlined
+def _write_metrics(s: Any, e: int, episode: Any, metrics: Any) -> None:
+    """Requests that are still in the system are misses: whoever truncates an episode gets no credit for them."""
+    requests = episode.at_risk + episode.costs[5] - episode.start[5]
+    misses = episode.costs[1] - episode.start[1] + cluster.unmissed(s, e)
+    metrics[0] = episode.total_reward
+    metrics[1] = episode.steps
+    metrics[2] = episode.costs[6] - episode.start[6]
+    metrics[3] = requests
+    metrics[4] = episode.costs[3] - episode.start[3]
+    metrics[5] = misses
+    metrics[6] = 1.0 - misses / requests
+    metrics[7] = episode.costs[0] - episode.start[0]
+    metrics[8] = episode.costs[2] - episode.start[2]
+    metrics[9] = episode.costs[4] - episode.start[4]
+    metrics[10] = env_at(s, e).invalid
+
+
+@kernel
+def step_rows(
+    s: Any,
+    first: int,
+    last: int,
+    actions: Any,
+    skip: Any,
+    episodes: Any,
+    weights: Any,
+    instances: Any,
+    request: Any,
+    fleet: Any,
+    scratch: Any,
+    out_instances: Any,
+    out_request: Any,
+    out_fleet: Any,
+    out_kind: Any,
+    out_mask: Any,
+    rewards: Any,
+    terminated: Any,
+    truncated: Any,
+    dt_s: Any,
+    invalid_actions: Any,
+    components: Any,
+    metrics: Any,
+) -> int:
+    """Step the rows from `first` to before `last`.
+
+    Args:
+        s: handle of the clusters.
+        first: row.
+        last: row.
+        actions: (E,) an instance's slot, or N for none; anything else is illegal.
+        skip: (E,) rows to leave alone.
+        episodes: (E,) `EPISODE`.
+        weights: of the reward's components.
+        instances: (E, N) live view.
+        request: (E,) live view.
+        fleet: (E,) live view.
+        scratch: of this thread, for `write_features`.
+        out_instances, out_request, out_fleet, out_kind, out_mask, rewards, terminated, truncated, dt_s, invalid_actions, components, metrics:
+            see `Outputs`.
+
+    Returns:
+        Number of rows whose episode ended; -1 - row where a row got into a state that no decision ends.
+    """
+    ended = 0
+    now = np.empty(cluster.COSTS)
+    none = instances.shape[1]
+    for e in range(first, last):
+        if skip[e]:
+            continue
+        episode = episodes[e]
+        action = actions[e]
+        cluster.apply(s, e, NIL if action == none else (action if 0 <= action < none else none))
+        status = cluster.advance(s, e)
+        if status != NEED_DECISION and status != ENDED:
+            return -1 - e
+        cluster.costs(s, e, now)
+        rewards[e] = write_components(episode.costs, now, env_at(s, e).instances, weights, components[e])
+        dt_s[e] = now[6] - episode.costs[6]
+        invalid_actions[e] = env_at(s, e).invalid
+        episode.costs[:] = now
+        episode.total_reward += rewards[e]
+        episode.steps += 1
+        terminated[e] = status == ENDED
+        truncated[e] = episode.steps >= episode.max_steps and status != ENDED
+        if terminated[e] or truncated[e]:
+            _write_metrics(s, e, episode, metrics[e])
+            ended += 1
+        write_features(instances, request, fleet, e, out_instances, out_request, out_fleet, out_kind, out_mask, scratch)
+    return ended

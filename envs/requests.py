@@ -1,0 +1,280 @@
+"""Where the requests of an episode come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetpilot.envs.parameters import Parameter, Range
+from fleetpilot.fleet.slo import CHAT, SLOClass
+from fleetpilot.workloads.arrivals import ArrivalProcess, Gamma, PiecewiseRate
+from fleetpilot.workloads.lengths import LogNormal
+from fleetpilot.workloads.llumnix import llumnix_workload
+from fleetpilot.workloads.sessions import Sessions
+from fleetpilot.workloads.table import NO_NODE, NO_PARENT, NO_SESSION, RequestTable
+
+CV = Parameter("", 0.1, 10.0, "coefficient of variation of the gaps between arrivals; 1 is Poisson, above is burstier")
+
+
+class RequestSource(Protocol):
+    """Draws the requests of an episode at a mean rate of one per second; the episode sets their load.
+
+    Attributes:
+        slo_classes: that the requests' `slo_class` refers to.
+        parameters: what may differ between its episodes, with the default range of each.
+    """
+
+    slo_classes: tuple[SLOClass, ...]
+    parameters: Mapping[str, tuple[Parameter, Range]]
+
+    def draw(self, n: int, values: Mapping[str, float], rng: np.random.Generator) -> RequestTable:
+        """`n` requests.
+
+        Args:
+            n: >= 1.
+            values: of the parameters.
+            rng: all draws are from it.
+        """
+
+    def most_nodes(self, n: int) -> int:
+        """Nodes of the prefix tree of `n` requests, at most."""
+
+    def closed_loop(self) -> bool:
+        """Whether answers release further requests."""
+
+
+@dataclass(frozen=True)
+class RequestKind:
+    """Requests that have something in common.
+
+    Attributes:
+        prompt: tokens of the prompt, without a shared prefix.
+        output: tokens of the answer.
+        slo: what they are promised.
+        priority: lower is earlier.
+    """
+
+    prompt: LogNormal
+    output: LogNormal
+    slo: SLOClass = CHAT
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Beginnings that prompts share: system prompts, examples, documents.
+
+    Attributes:
+        count: how many there are.
+        low_tokens: length of the shortest.
+        high_tokens: length of the longest; uniform in between, drawn for each episode.
+        popularity: Zipf exponent of how often each is used.
+        share: range of the share of requests that begin with one.
+    """
+
+    count: int
+    low_tokens: int
+    high_tokens: int
+    popularity: float = 1.0
+    share: Range = 0.5
+
+
+@dataclass(frozen=True)
+class RequestMix:
+    """Independent requests of one or two kinds.
+
+    Attributes:
+        kinds: one or two; the parameter `mix` is the share of the second.
+        prefixes: what prompts share.
+        cv: range of the burstiness.
+        mix: range of the share of the second kind.
+        scale: range of the factors that an episode's prompts and outputs are longer than the kinds say.
+        course: the arrival rate in equal parts of the episode, relative to each other.
+    """
+
+    kinds: tuple[RequestKind, ...]
+    prefixes: SharedPrefixes
+    cv: Range = 1.0
+    mix: Range = 0.5
+    scale: Range = 1.0
+    course: tuple[float, ...] = (1.0,)
+
+    @property
+    def slo_classes(self) -> tuple[SLOClass, ...]:
+        """One per kind."""
+        return tuple(kind.slo for kind in self.kinds)
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[Parameter, Range]]:
+        """See `RequestSource`."""
+        parameters: dict[str, tuple[Parameter, Range]] = {
+            "cv": (CV, self.cv),
+            "prompt_scale": (Parameter("", 0.1, 4.0, "factor on the length of prompts"), self.scale),
+            "output_scale": (Parameter("", 0.1, 4.0, "factor on the length of answers"), self.scale),
+            "prefix_share": (Parameter("share", 0, 1, "requests that begin with a shared prefix"), self.prefixes.share),
+        }
+        if len(self.kinds) > 1:
+            parameters["mix"] = (Parameter("share", 0, 1, "requests of the second kind"), self.mix)
+        return parameters
+
+    def draw(self, n: int, values: Mapping[str, float], rng: np.random.Generator) -> RequestTable:
+        """See `RequestSource`. A request is predicted the mean output of its kind."""
+        base: ArrivalProcess = Gamma(1.0, values["cv"])
+        if len(self.course) > 1:
+            part_s = n / len(self.course)
+            base = PiecewiseRate(self.course, (part_s,) * len(self.course), base)
+        arrival_s = base.draw_in(n, float(n), rng)
+        kind = (rng.random(n, np.float32) < values.get("mix", 0.0)).astype(np.int32)
+        prompt = self._tokens("prompt", kind, values["prompt_scale"], rng)
+        output = self._tokens("output", kind, values["output_scale"], rng)
+        node, lengths = self._draw_prefixes(n, values["prefix_share"], rng)
+        prompt += np.append(lengths, 0).astype(np.int32)[node]
+        means = [output[kind == k].mean() if np.any(kind == k) else 1.0 for k in range(len(self.kinds))]
+        return _open_loop_table(
+            arrival_s,
+            prompt,
+            output,
+            predicted=np.array(means, np.float32)[kind],
+            priority=np.array([k.priority for k in self.kinds], np.int32)[kind],
+            slo_class=kind,
+            prefix_node=node,
+            node_end_tokens=lengths,
+        )
+
+    def _tokens(self, side: str, kind: NDArray[np.int32], scale: float, rng: np.random.Generator) -> NDArray[np.int32]:
+        """Log-normal lengths; single precision will do for tokens."""
+        of_kind: list[LogNormal] = [getattr(k, side) for k in self.kinds]
+        tokens = rng.standard_normal(len(kind), np.float32)
+        tokens *= np.array([d.sigma for d in of_kind], np.float32)[kind]
+        np.exp(tokens, out=tokens)
+        tokens *= np.array([d.median * scale for d in of_kind], np.float32)[kind]
+        np.clip(tokens, 1.0, np.array([d.high for d in of_kind], np.float32)[kind], out=tokens)
+        return tokens.astype(np.int32)
+
+    def _draw_prefixes(
+        self, n: int, share: float, rng: np.random.Generator
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """(n,) the prefix of each request, -1 for none, and the length of each prefix."""
+        p = self.prefixes
+        lengths = rng.integers(p.low_tokens, p.high_tokens, p.count, np.int64, endpoint=True)
+        popularity = np.arange(1, p.count + 1) ** -p.popularity
+        edges = np.cumsum(popularity) * (share / popularity.sum())
+        node = np.searchsorted(edges, rng.random(n), side="right").astype(np.int32)
+        node[node == p.count] = NO_NODE
+        return node, lengths
+
+    def most_nodes(self, n: int) -> int:
+        """One per shared prefix."""
+        return self.prefixes.count
+
+    def closed_loop(self) -> bool:
+        """Requests come whatever becomes of others."""
+        return False
+
+
+@dataclass(frozen=True)
+class LlumnixRequests:
+    """A workload of the Llumnix paper (OSDI'24), drawn from its distributions of lengths.
+
+    Attributes:
+        name: ``M-M``, ``ShareGPT``, ... (`fleetpilot.workloads.llumnix_workload`).
+        cv: range of the burstiness; the paper has Poisson arrivals, and Gamma gaps with a CV up to 8.
+        slo_classes: all requests are of the first.
+    """
+
+    name: str
+    cv: Range = 1.0
+    slo_classes: tuple[SLOClass, ...] = (CHAT,)
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[Parameter, Range]]:
+        """See `RequestSource`."""
+        return {"cv": (CV, self.cv)}
+
+    def draw(self, n: int, values: Mapping[str, float], rng: np.random.Generator) -> RequestTable:
+        """See `RequestSource`. Every request is predicted the mean output."""
+        mode = "quantile" if self.name in ("ShareGPT", "BurstGPT") else "zipf"
+        source = llumnix_workload(self.name, 1.0, values["cv"], mode)
+        return source.table(n, int(rng.integers(2**63)), f"llumnix/{self.name}")
+
+    def most_nodes(self, n: int) -> int:
+        """Nothing is shared."""
+        return 0
+
+    def closed_loop(self) -> bool:
+        """Requests come whatever becomes of others."""
+        return False
+
+
+@dataclass(frozen=True)
+class SessionRequests:
+    """Sessions whose next turn comes when the last one is answered.
+
+    The load holds on average over the time in which sessions start: it rises until the first sessions end, which the warm-up should
+    outlast, and falls after the last session has started.
+
+    Attributes:
+        sessions: closed loop; its arrivals are replaced.
+        cv: range of the burstiness of the sessions' starts.
+        slo_classes: all requests are of the first.
+    """
+
+    sessions: Sessions
+    cv: Range = 1.0
+    slo_classes: tuple[SLOClass, ...] = (CHAT,)
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[Parameter, Range]]:
+        """See `RequestSource`."""
+        return {"cv": (CV, self.cv)}
+
+    def draw(self, n: int, values: Mapping[str, float], rng: np.random.Generator) -> RequestTable:
+        """See `RequestSource`. Every request is predicted the mean output."""
+        table = replace(self.sessions, arrivals=Gamma(1.0, values["cv"])).table(n, int(rng.integers(2**63)))
+        starts = np.flatnonzero(~np.isnan(table.arrival_s))
+        return replace(table, arrival_s=table.arrival_s * (n / len(starts)))
+
+    def most_nodes(self, n: int) -> int:
+        """One per turn that another follows, and the system prompts."""
+        return n + self.sessions.system_prompts
+
+    def closed_loop(self) -> bool:
+        """Whether a turn waits for the one before."""
+        return self.sessions.closed_loop
+
+
+def _open_loop_table(
+    arrival_s: NDArray[np.float64],
+    prompt: NDArray[np.int32],
+    output: NDArray[np.int32],
+    *,
+    predicted: NDArray[np.float32],
+    priority: NDArray[np.int32],
+    slo_class: NDArray[np.int32],
+    prefix_node: NDArray[np.int32],
+    node_end_tokens: NDArray[np.int64],
+) -> RequestTable:
+    """A table of what is known to be right; checking it again would take longer than drawing it."""
+    n = len(arrival_s)
+    return RequestTable(
+        name="episode",
+        arrival_s=arrival_s,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        predicted_output_tokens=predicted,
+        priority=priority,
+        slo_class=slo_class,
+        session=np.full(n, NO_SESSION),
+        turn=np.zeros(n, np.int32),
+        parent=np.full(n, NO_PARENT),
+        think_s=np.full(n, np.nan),
+        prefix_node=prefix_node,
+        own_node=np.full(n, NO_NODE, np.int32),
+        source_row=np.arange(n),
+        node_parent=np.full(len(node_end_tokens), NO_NODE, np.int32),
+        node_end_tokens=node_end_tokens,
+    )

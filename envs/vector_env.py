@@ -1,0 +1,348 @@
+"""Many environments in one: `FleetVectorEnv` steps all of them in one call of the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsInt
+
+import gymnasium
+import numpy as np
+from gymnasium.error import ResetNeeded
+from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.utils import seeding
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from fleetpilot.baselines import load_policy
+from fleetpilot.cluster.batch import ClusterBatch
+from fleetpilot.cluster.state import State
+from fleetpilot.envs.episodes import Scenario
+from fleetpilot.envs.kernel import EPISODE, METRICS, Outputs, begin_rows, outputs
+from fleetpilot.envs.rendering import RENDER_MODES, render_row
+from fleetpilot.envs.rewards import COMPONENTS
+from fleetpilot.envs.scenarios import load_scenario
+from fleetpilot.envs.threads import Stepper
+from fleetpilot.fleet.features import (
+    FLEET_FEATURES,
+    INSTANCE_FEATURES,
+    KINDS,
+    REQUEST_FEATURES,
+    Feature,
+    feature_arrays,
+    feature_scratch,
+    features,
+)
+
+Observations = dict[str, NDArray[np.float32]]
+Infos = dict[str, Any]
+
+
+def observation_space(instances: int) -> Dict:
+    """Of one environment with so many slots for instances; docs/features.md names what the numbers are."""
+    return Dict(
+        {
+            "instances": _box(INSTANCE_FEATURES, instances),
+            "request": _box(REQUEST_FEATURES),
+            "fleet": _box(FLEET_FEATURES),
+            "kind": Box(0.0, 1.0, (len(KINDS),), np.float32),
+            "action_mask": Box(0.0, 1.0, (instances + 1,), np.float32),
+        }
+    )
+
+
+def _box(table: tuple[Feature, ...], *shape: int) -> Box:
+    low, high = (np.array([getattr(feature, end) for feature in table], np.float32) for end in ("low", "high"))
+    return Box(np.broadcast_to(low, (*shape, len(table))), np.broadcast_to(high, (*shape, len(table))), dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A `FleetVectorEnv` at one moment, for `FleetVectorEnv.restore_state`."""
+
+    clusters: State
+    episodes: NDArray[np.void]
+    ended: NDArray[np.bool_]
+    generators: list[dict[str, Any]]
+
+
+class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
+    """A batch of fleets; what one of them is, `fleetpilot.envs.fleet_env.FleetEnv` describes.
+
+    Row `i` is, bit for bit, the single environment that is reset with ``seed + i``, in every autoreset mode and with any number of threads.
+    All arrays that `reset` and `step` return are fresh. Infos are arrays with a mask ``_key`` for every ``key``. In mode SAME_STEP
+    ``final_obs`` and ``final_info`` are dense: arrays of all rows, of which ``_final_obs`` says which count.
+
+    Args:
+        num_envs: rows.
+        max_episode_steps: truncate episodes after so many steps.
+        render_mode: ``ansi`` or ``rgb_array``.
+        autoreset_mode: who resets a row whose episode ended, and when. With DISABLED it is the caller, with
+            ``reset(options={"reset_mask": rows})``.
+        scenario: name of a scenario (`fleetpilot.envs.scenarios`), or a `Scenario`.
+        instances: slots for instances, the N of the spaces; a fleet may be smaller (`fleet_size`).
+        threads: that step the rows.
+        **changes: of the scenario: parameters as a number or a range, `profile`, `reward`, `max_hold_s` (`Scenario.with_changes`).
+    """
+
+    metadata: dict[str, Any] = {"render_modes": RENDER_MODES, "render_fps": 10}  # noqa: RUF012
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        max_episode_steps: int | None = None,
+        render_mode: str | None = None,
+        autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP,
+        *,
+        scenario: str | Scenario = "steady",
+        instances: int = 16,
+        threads: int = 1,
+        **changes: object,
+    ):
+        for name, count in {"num_envs": num_envs, "instances": instances, "threads": threads}.items():
+            if count < 1:
+                raise ValueError(f"{name} = {count}: expected at least 1")
+        if max_episode_steps is not None and max_episode_steps < 1:
+            raise ValueError(f"max_episode_steps = {max_episode_steps}: expected at least 1, or None")
+        if render_mode not in (None, *RENDER_MODES):
+            raise ValueError(f"render_mode = {render_mode!r}: expected one of {', '.join(RENDER_MODES)}, or None")
+        self.num_envs = num_envs
+        self.render_mode = render_mode
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.metadata = {**type(self).metadata, "autoreset_mode": self.autoreset_mode}
+        self.scenario = (load_scenario(scenario) if isinstance(scenario, str) else scenario).with_changes(**changes)
+        self.single_observation_space = observation_space(instances)
+        self.single_action_space = Discrete(instances + 1)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._shape = num_envs, instances
+        self._limits = self.scenario.limits(instances)
+        self._warm_up: Any = load_policy(self.scenario.warm_up)
+        self._cluster = ClusterBatch(self.scenario.size(num_envs, instances))
+        self._episodes = np.zeros(num_envs, EPISODE)
+        self._episodes["max_steps"] = np.iinfo(np.int64).max if max_episode_steps is None else max_episode_steps
+        self._loaded = np.zeros(num_envs, np.bool_)
+        self._ended = np.ones(num_envs, np.bool_)
+        self._generators: list[np.random.Generator | None] = [None] * num_envs
+        self._seeds = [-1] * num_envs
+        self._chosen: NDArray[Any] = np.full(num_envs, instances)  # last actions, for pictures
+        self._stepper = Stepper(self._cluster, self._episodes, self.scenario.reward.array(), threads)
+
+    # --- Gymnasium ---------------------------------------------------------------------------------------------------
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Observations, Infos]:
+        """Begin an episode in every row, or in those of ``options["reset_mask"]``.
+
+        Args:
+            seed: of row i ``seed + i``; or one for each row, None to go on with its generator.
+            options: ``reset_mask``, (num_envs,) bool; all others pin parameters of these episodes: see
+                `Scenario.parameters`.
+
+        Returns:
+            The observations of all rows; infos of the rows that were reset.
+
+        Raises:
+            ValueError: naming the seed or option, its value and what was expected.
+        """
+        pins = dict(options or {})
+        mask = self._reset_mask(pins.pop("reset_mask", None))
+        pinned = self.scenario.pins(pins, self._limits)
+        for row, row_seed in enumerate(self._row_seeds(seed)):
+            if row_seed is not None and mask[row]:
+                self._generators[row], self._seeds[row] = seeding.np_random(row_seed)
+        if not (mask | self._loaded).all():
+            raise ResetNeeded("a reset_mask leaves out rows that were never reset: reset all rows first")
+        observations = feature_arrays(*self._shape) if mask.all() else features(self._cluster.view)
+        infos: Infos = {}
+        self._begin(np.flatnonzero(mask), pinned, observations, infos)
+        return observations, infos
+
+    def step(
+        self, actions: NDArray[np.int64]
+    ) -> tuple[Observations, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], Infos]:
+        """Answer the pending decision of every row.
+
+        Args:
+            actions: (num_envs,) an instance's slot, or `instances` for none. An illegal one counts as none.
+
+        Raises:
+            ResetNeeded: before the first reset, or in mode DISABLED with a row whose episode ended.
+        """
+        actions = np.asarray(actions)
+        if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu":
+            raise ValueError(f"actions: got {actions.dtype} of shape {actions.shape}, expected integers of ({self.num_envs},)")
+        starting = self._ended
+        if starting.any() and (self.autoreset_mode is not AutoresetMode.NEXT_STEP or not self._loaded.all()):
+            raise ResetNeeded(f"rows {np.flatnonzero(starting).tolist()} have no episode to step: reset them first")
+        self._chosen = actions
+        out = outputs(*self._shape)
+        ended = self._stepper.step(actions.astype(np.int64, copy=False), starting, out)
+        observations = _observations(out)
+        stepped = ~starting
+        infos = _step_infos(out, stepped)
+        if starting.any():
+            rows = np.flatnonzero(starting)
+            for array in (out.rewards, out.terminated, out.truncated, out.dt_s, out.invalid_actions, out.components):
+                array[rows] = 0
+            self._begin(rows, {}, observations, infos)
+        if ended:
+            self._end(out, observations, infos)
+        return observations, out.rewards, out.terminated, out.truncated, infos
+
+    def _end(self, out: Outputs, observations: Observations, infos: Infos) -> None:
+        """Episodes ended: their metrics, and the next episodes in mode SAME_STEP."""
+        ended = out.terminated | out.truncated
+        infos["episode_metrics"] = {name: out.metrics[:, k].copy() for k, name in enumerate(METRICS)}
+        infos["episode_metrics"] |= {f"_{name}": ended.copy() for name in METRICS}
+        infos["_episode_metrics"] = ended.copy()
+        self._ended = ended
+        if self.autoreset_mode is not AutoresetMode.SAME_STEP:
+            return
+        final_info = dict(infos)
+        infos.clear()
+        for name, values in final_info.items():
+            if not isinstance(values, dict):
+                infos[name] = values & ~ended if name.startswith("_") else values.copy()
+        del infos["_episode_metrics"]
+        infos["final_obs"] = {name: values.copy() for name, values in observations.items()}
+        infos["final_info"] = final_info
+        infos["_final_obs"], infos["_final_info"] = ended.copy(), ended.copy()
+        self._begin(np.flatnonzero(ended), {}, observations, infos)
+
+    def render(self) -> tuple[Any, ...] | None:
+        """One frame per row: text, or an (H, W, 3) uint8 picture."""
+        if self.render_mode is None:
+            gymnasium.logger.warn("render() without a render_mode; give one to the constructor")
+            return None
+        chosen = [int(slot) if 0 <= slot < self._shape[1] else None for slot in self._chosen]
+        return tuple(
+            render_row(self._cluster, row, self.render_mode, chosen=chosen[row]) for row in range(self.num_envs)
+        )
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Stop the threads."""
+        self._stepper.close()
+
+    @property
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
+        """One generator per row."""
+        return tuple(self._generator(row) for row in range(self.num_envs))
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """One seed per row."""
+        return tuple(self._seeds[row] for row in range(self.num_envs) if self._generator(row))
+
+    # --- more ---------------------------------------------------------------------------------------------------------
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """(num_envs, instances + 1) which actions are legal now; always one at least."""
+        view = self._cluster.view
+        return np.concatenate([view.candidates, view.may_hold[:, None]], axis=1)
+
+    def save_state(self) -> SavedState:
+        """Everything that the future depends on."""
+        generators = [self._generator(row).bit_generator.state for row in range(self.num_envs)]
+        return SavedState(self._cluster.save(), self._episodes.copy(), self._ended.copy(), generators)
+
+    def restore_state(self, saved: SavedState) -> Observations:
+        """Go on from a saved state of this environment or one that was made alike.
+
+        Returns:
+            The observations at that moment.
+        """
+        self._cluster.restore(saved.clusters)
+        self._episodes[...] = saved.episodes
+        self._ended = saved.ended.copy()
+        for row, state in enumerate(saved.generators):
+            self._generator(row).bit_generator.state = state
+        return features(self._cluster.view)
+
+    def set_generator(self, row: int, generator: np.random.Generator) -> None:
+        """Draw the row's next episodes from this generator."""
+        self._generators[row], self._seeds[row] = generator, -1
+
+    def _generator(self, row: int) -> np.random.Generator:
+        generator = self._generators[row]
+        if generator is None:
+            generator, self._seeds[row] = seeding.np_random()
+            self._generators[row] = generator
+        return generator
+
+    def _reset_mask(self, mask: object) -> NDArray[np.bool_]:
+        if mask is None:
+            return np.ones(self.num_envs, np.bool_)
+        if not (isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (self.num_envs,) and mask.any()):
+            raise ValueError(f"reset_mask = {mask!r}: expected a bool array of shape ({self.num_envs},), one at least True")
+        return mask.copy()
+
+    def _row_seeds(self, seed: int | Sequence[int | None] | None) -> list[int | None]:
+        if seed is None:
+            return [None] * self.num_envs
+        if isinstance(seed, SupportsInt):
+            return [int(seed) + row for row in range(self.num_envs)]
+        if len(seed) != self.num_envs:
+            raise ValueError(f"seed = {seed!r}: expected one number, or one for each of {self.num_envs} rows")
+        return list(seed)
+
+    def _begin(
+        self, rows: NDArray[np.int64], pinned: dict[str, float], observations: Observations, infos: Infos
+    ) -> None:
+        """Begin episodes in these rows: write their first observations, and their parameters into the infos."""
+        parameters = [self._load(row, pinned) for row in rows.tolist()]
+        stuck = begin_rows(
+            self._cluster.handle,
+            rows,
+            self._episodes,
+            self._warm_up.choose,
+            *vars(self._cluster.view).values(),
+            feature_scratch(self._shape[1]),
+            *observations.values(),
+        )
+        if stuck:
+            raise RuntimeError(f"the requests of row {-1 - stuck} are over before the first observation")
+        begun = np.zeros(self.num_envs, np.bool_)
+        begun[rows] = True
+        self._ended = self._ended & ~begun
+        infos["parameters"] = {}
+        infos["_parameters"] = begun
+        for name in parameters[0]:
+            values = np.zeros(self.num_envs)
+            values[rows] = [of_row[name] for of_row in parameters]
+            infos["parameters"][name] = values
+            infos["parameters"][f"_{name}"] = begun.copy()
+
+    def _load(self, row: int, pinned: dict[str, float]) -> dict[str, float]:
+        """Load an episode of the row's own; returns its parameters."""
+        episode = self.scenario.draw(self._generator(row), self._limits, pinned)
+        self._cluster.load(
+            row, episode.fleet, episode.rows, episode.nodes, seed=episode.seed, stop_s=np.inf, engines=episode.engines
+        )
+        self._episodes["warmup_s"][row] = episode.warmup_s
+        self._loaded[row] = True
+        return episode.parameters
+
+
+def _observations(out: Outputs) -> Observations:
+    return {
+        "instances": out.instances,
+        "request": out.request,
+        "fleet": out.fleet,
+        "kind": out.kind,
+        "action_mask": out.action_mask,
+    }
+
+
+def _step_infos(out: Outputs, stepped: NDArray[np.bool_]) -> Infos:
+    """What every step tells, of the rows that were stepped."""
+    infos: Infos = {"dt_s": out.dt_s, "_dt_s": stepped, "invalid_actions": out.invalid_actions, "_invalid_actions": stepped}
+    for k, name in enumerate(COMPONENTS):
+        infos[f"reward_{name}"] = out.components[:, k]
+        infos[f"_reward_{name}"] = stepped
+    return infos

@@ -1,0 +1,374 @@
+"""What learned policies read of a `FleetView`: one table of features, and the one function that computes them.
+
+The simulator's environments and a dispatcher call the same function, so a policy sees the same numbers in both. Every feature is a ratio,
+a share of the candidates, or a time or size brought to [0, 1] by a fixed physical constant; none is an identity, an index or a rank, and none
+depends on statistics of past observations. Permuting the instances permutes their rows and changes nothing else.
+
+The formulas of the table are Python expressions over the view's fields: `i` an instance, `r` the request, `f` the fleet, and
+
+- ``share(x, h) = x / (x + h)``: 0 at 0, 1/2 at h, 1 at infinity, for x >= 0;
+- ``mean(x)``, ``least(x)``, ``most(x)`` over the candidates, 0 without any; ``lower(x)``: share of the candidates with a strictly lower x;
+  ``candidates``: how many there are;
+- ``ratio(x, y) = x / y``, 0 where y is 0;
+- the quantities of `QUANTITIES`.
+
+Results are clipped to the stated range. Rows of absent instances are 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetpilot.fleet.jit import inlined, kernel
+from fleetpilot.fleet.view import STATE_ABSENT, FleetView
+
+KINDS = ("dispatch", "prefill", "decode", "source", "destination", "scale")
+"""Kinds of decision, by `FleetView.fleet["kind"]`: what is one-hot encoded. Only the first is asked for so far."""
+
+Age = Literal["none", "poll"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One number that a policy reads.
+
+    Attributes:
+        name: as in docs/features.md.
+        unit: of what the formula computes before it is brought to its range.
+        low: least value.
+        high: largest value.
+        age: ``none`` if the dispatcher knows it as of now, ``poll`` if it is as old as the last visible poll.
+        formula: see the module.
+        meaning: in words.
+    """
+
+    name: str
+    unit: str
+    low: float
+    high: float
+    age: Age
+    formula: str
+    meaning: str
+
+
+QUANTITIES: dict[str, str] = {
+    "kv_tokens": "i.kv_capacity_blocks * i.block_size",
+    "known_tokens": "i.started_prompt_tokens + i.unstarted_prompt_tokens + i.streamed_tokens",
+    "backlog_s": "i.unstarted_uncached_tokens * i.prefill_s_per_token",
+    "prefill_s": "(r.prompt_tokens - i.matched_tokens) * i.prefill_s_per_token",
+    "step_s": "i.decode_step_s + i.decode_s_per_seq * i.batched",
+}
+"""Names used in formulas, each a formula itself."""
+
+INSTANCE_FEATURES: tuple[Feature, ...] = (
+    Feature("candidate", "0/1", 0, 1, "none", "i.candidate", "may be chosen"),
+    Feature("free", "ratio", 0, 1, "poll", "i.free_blocks / i.kv_capacity_blocks", "free KV blocks"),
+    Feature(
+        "free_after_queue",
+        "ratio",
+        -2,
+        1,
+        "poll",
+        "(i.free_blocks - i.queued_demand_blocks) / i.kv_capacity_blocks",
+        "free KV blocks once the queue is in, negative where it does not fit",
+    ),
+    Feature(
+        "head_of_line",
+        "ratio",
+        0,
+        4,
+        "poll",
+        "i.head_demand_blocks / (i.free_blocks + 1)",
+        "blocks for the head of the queue over the free ones; above 1 it blocks the queue",
+    ),
+    Feature("known_kv", "ratio", 0, 2, "none", "known_tokens / kv_tokens", "tokens of its requests by now over its KV capacity"),
+    Feature(
+        "predicted_kv",
+        "ratio",
+        0,
+        4,
+        "none",
+        "(known_tokens + max(i.predicted_output_tokens - i.streamed_tokens, 0)) / kv_tokens",
+        "the same when all answers are as long as predicted",
+    ),
+    Feature(
+        "request_kv",
+        "ratio",
+        0,
+        2,
+        "none",
+        "(r.prompt_tokens + r.predicted_output_tokens - i.matched_tokens) / kv_tokens",
+        "what this request would add to it",
+    ),
+    Feature("batch_fill", "ratio", 0, 1, "none", "i.batched / i.max_num_seqs", "requests in the batch over the most"),
+    Feature("step", "s", 0, 1, "none", "share(step_s, 0.05)", "calibrated decode step at this batch"),
+    Feature("tpot_use", "ratio", 0, 4, "none", "step_s / r.tpot_target_s", "that step over the request's target per token"),
+    Feature("backlog", "s", 0, 1, "none", "share(backlog_s, 0.5)", "calibrated time to prefill the unstarted requests"),
+    Feature("prefill", "s", 0, 1, "none", "share(prefill_s, 0.5)", "calibrated time to prefill this request there"),
+    Feature(
+        "ttft_use",
+        "ratio",
+        0,
+        4,
+        "none",
+        "(r.waited_s + backlog_s + prefill_s + step_s) / r.ttft_target_s",
+        "calibrated time to first token there over the request's target",
+    ),
+    Feature("matched", "ratio", 0, 1, "none", "i.matched_tokens / r.prompt_tokens", "share of the prompt that the prefix index holds"),
+    Feature("queued", "ratio", 0, 1, "none", "i.queued / max(i.in_flight, 1)", "share of its requests without a first token"),
+    Feature(
+        "waiting", "ratio", 0, 1, "poll", "i.waiting / max(i.running + i.waiting, 1)", "share of its requests that the engine says wait"
+    ),
+    Feature("poll_age", "s", 0, 1, "none", "share(i.poll_age_s, 0.5)", "age of the last visible poll, 1 before the first"),
+    Feature("prefill_speed", "s", 0, 1, "none", "share(1024 * i.prefill_s_per_token, 0.1)", "calibrated prefill of 1,024 tokens"),
+    Feature("decode_speed", "s", 0, 1, "none", "share(i.decode_step_s, 0.02)", "calibrated decode step of one request"),
+    Feature("kv_size", "ratio", 0, 4, "none", "ratio(kv_tokens, mean(kv_tokens))", "KV capacity over the candidates' mean"),
+    Feature("load", "ratio", 0, 4, "none", "ratio(i.in_flight, mean(i.in_flight))", "requests in flight over the candidates' mean"),
+    Feature("lower_load", "share", 0, 1, "none", "lower(i.in_flight)", "candidates with fewer requests in flight"),
+    Feature("lower_backlog", "share", 0, 1, "none", "lower(backlog_s)", "candidates with a shorter backlog"),
+    Feature("lower_kv", "share", 0, 1, "none", "lower(known_tokens / kv_tokens)", "candidates with less known KV demand"),
+)
+
+REQUEST_FEATURES: tuple[Feature, ...] = (
+    Feature("prompt", "tokens", 0, 1, "none", "share(r.prompt_tokens, 1024)", "prompt length"),
+    Feature("output", "tokens", 0, 1, "none", "share(r.predicted_output_tokens, 256)", "predicted answer"),
+    Feature("urgency", "", -1, 1, "none", "-r.priority", "1 before, -1 behind the default priority"),
+    Feature("ttft_tightness", "s", 0, 1, "none", "1 - share(r.ttft_target_s, 1.0)", "0 for no target for the first token"),
+    Feature("tpot_tightness", "s", 0, 1, "none", "1 - share(r.tpot_target_s, 0.05)", "0 for no target per output token"),
+    Feature("waited", "s", 0, 1, "none", "share(r.waited_s, 1.0)", "time since its arrival"),
+    Feature("waited_use", "ratio", 0, 4, "none", "r.waited_s / r.ttft_target_s", "that time over its target"),
+    Feature("turn", "", 0, 1, "none", "share(r.turn, 1.0)", "0 for the first turn of a session"),
+)
+
+FLEET_FEATURES: tuple[Feature, ...] = (
+    Feature("may_hold", "0/1", 0, 1, "none", "f.may_hold", "the request may be held at the dispatcher"),
+    Feature("held", "ratio", 0, 4, "none", "f.held / max(candidates, 1)", "requests held, per candidate"),
+    Feature("mean_free", "ratio", 0, 1, "poll", "mean(i.free_blocks / i.kv_capacity_blocks)", "free KV blocks, mean"),
+    Feature("least_free", "ratio", 0, 1, "poll", "least(i.free_blocks / i.kv_capacity_blocks)", "free KV blocks, least"),
+    Feature("mean_known_kv", "ratio", 0, 2, "none", "mean(known_tokens / kv_tokens)", "known KV demand, mean"),
+    Feature("mean_step", "s", 0, 1, "none", "share(mean(step_s), 0.05)", "decode step, mean"),
+    Feature("mean_backlog", "s", 0, 1, "none", "share(mean(backlog_s), 0.5)", "backlog, mean"),
+    Feature("least_backlog", "s", 0, 1, "none", "share(least(backlog_s), 0.5)", "backlog, least"),
+    Feature(
+        "blocked", "share", 0, 1, "poll", "mean(i.head_demand_blocks > i.free_blocks)", "candidates whose queue's head does not fit"
+    ),
+    Feature("imbalance", "ratio", 0, 8, "none", "ratio(most(i.in_flight), mean(i.in_flight))", "most over mean requests in flight"),
+    Feature("exact", "0/1", 0, 1, "none", "f.engine_reported", "engines report their load exactly (papers' experiments only)"),
+)
+
+_F, _R, _G, _K = len(INSTANCE_FEATURES), len(REQUEST_FEATURES), len(FLEET_FEATURES), len(KINDS)
+_RANKED = 3
+
+
+def features(view: FleetView) -> dict[str, NDArray[np.float32]]:
+    """The features of a view, as the environments' observations hold them.
+
+    Returns:
+        float32 arrays: ``instances`` (B, N, F), ``request`` (B, R), ``fleet`` (B, G), ``kind`` (B, K) one-hot and ``action_mask`` (B, N + 1),
+        1 where an instance, or last none, may be chosen.
+    """
+    batch, instances = view.instances.shape
+    arrays = feature_arrays(batch, instances)
+    _write_rows(view.instances, view.request, view.fleet, *arrays.values(), feature_scratch(instances))
+    return arrays
+
+
+def feature_arrays(batch: int, instances: int) -> dict[str, NDArray[np.float32]]:
+    """Fresh arrays for `write_features`, in the order of its arguments."""
+    return {
+        "instances": np.empty((batch, instances, _F), np.float32),
+        "request": np.empty((batch, _R), np.float32),
+        "fleet": np.empty((batch, _G), np.float32),
+        "kind": np.empty((batch, _K), np.float32),
+        "action_mask": np.empty((batch, instances + 1), np.float32),
+    }
+
+
+def feature_scratch(instances: int) -> NDArray[np.float32]:
+    """Room for the quantities that `write_features` compares between instances; one per thread."""
+    return np.empty((_RANKED, instances), np.float32)
+
+
+@kernel
+def _write_rows(
+    view_instances: Any,
+    view_request: Any,
+    view_fleet: Any,
+    instances: Any,
+    request: Any,
+    fleet: Any,
+    kind: Any,
+    mask: Any,
+    scratch: Any,
+) -> None:
+    for row in range(len(view_request)):
+        write_features(view_instances, view_request, view_fleet, row, instances, request, fleet, kind, mask, scratch)
+
+
+@inlined
+def _clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+@inlined
+def _reciprocals(a: float, b: float, c: float, d: float) -> tuple[float, float, float, float]:
+    """1/a, 1/b, 1/c and 1/d for the price of one division, which is what this module's time goes into."""
+    ab, cd = a * b, c * d
+    all_four = 1.0 / (ab * cd)
+    per_ab, per_cd = all_four * cd, all_four * ab
+    return per_ab * b, per_ab * a, per_cd * d, per_cd * c
+
+
+@inlined
+def _share(value: float, half: float) -> float:
+    return 1.0 - half / (half + value)
+
+
+@inlined
+def _ratio(value: float, over: float) -> float:
+    return value / over if over != 0.0 else 0.0
+
+
+@kernel
+def write_features(
+    view_instances: Any,
+    view_request: Any,
+    view_fleet: Any,
+    row: int,
+    instances: Any,
+    request: Any,
+    fleet: Any,
+    kind: Any,
+    mask: Any,
+    scratch: Any,
+) -> None:
+    """Write the features of one row of a view.
+
+    Args:
+        view_instances: (B, N) records of `INSTANCE_VIEW`.
+        view_request: (B,) records of `REQUEST_VIEW`.
+        view_fleet: (B,) records of `FLEET_VIEW`.
+        row: which.
+        instances: (B, N, F) written at `row`, as all that follow.
+        request: (B, R).
+        fleet: (B, G).
+        kind: (B, K).
+        mask: (B, N + 1).
+        scratch: (3, N) of the caller's thread.
+    """
+    count = view_instances.shape[1]
+    r = view_request[row]
+    f = view_fleet[row]
+    per_ttft = 1.0 / r.ttft_target_s
+    per_tpot = 1.0 / r.tpot_target_s
+    per_prompt = 1.0 / max(r.prompt_tokens, 1.0)
+    candidates = 0
+    sum_kv = sum_load = sum_free = sum_known = sum_step = sum_backlog = 0.0
+    most_load = blocked = 0.0
+    least_free = least_backlog = np.inf
+    for k in range(count):
+        i = view_instances[row, k]
+        scratch[0, k] = scratch[1, k] = scratch[2, k] = np.inf
+        mask[row, k] = i.candidate
+        if i.state == STATE_ABSENT:
+            for j in range(_F):
+                instances[row, k, j] = 0.0
+            continue
+        kv_tokens = i.kv_capacity_blocks * i.block_size
+        known_tokens = i.started_prompt_tokens + i.unstarted_prompt_tokens + i.streamed_tokens
+        rest_tokens = max(i.predicted_output_tokens - i.streamed_tokens, 0.0)
+        backlog_s = i.unstarted_uncached_tokens * i.prefill_s_per_token
+        prefill_s = (r.prompt_tokens - i.matched_tokens) * i.prefill_s_per_token
+        step_s = i.decode_step_s + i.decode_s_per_seq * i.batched
+        per_kv, per_seq, per_free, per_step = _reciprocals(
+            kv_tokens, i.max_num_seqs, i.free_blocks + 1.0, 0.05 + step_s
+        )
+        per_backlog, per_prefill, per_flight, per_engine = _reciprocals(
+            0.5 + backlog_s, 0.5 + prefill_s, max(i.in_flight, 1.0), max(i.running + i.waiting, 1.0)
+        )
+        per_age, per_prefill_speed, per_decode_speed, _ = _reciprocals(
+            0.5 + min(i.poll_age_s, 1e9), 0.1 + 1024.0 * i.prefill_s_per_token, 0.02 + i.decode_step_s, 1.0
+        )
+        per_block = per_kv * i.block_size
+        free = _clip(i.free_blocks * per_block, 0.0, 1.0)
+        known = known_tokens * per_kv
+        instances[row, k, 0] = i.candidate
+        instances[row, k, 1] = free
+        instances[row, k, 2] = _clip((i.free_blocks - i.queued_demand_blocks) * per_block, -2.0, 1.0)
+        instances[row, k, 3] = _clip(i.head_demand_blocks * per_free, 0.0, 4.0)
+        instances[row, k, 4] = _clip(known, 0.0, 2.0)
+        instances[row, k, 5] = _clip((known_tokens + rest_tokens) * per_kv, 0.0, 4.0)
+        added_tokens = r.prompt_tokens + r.predicted_output_tokens - i.matched_tokens
+        instances[row, k, 6] = _clip(added_tokens * per_kv, 0.0, 2.0)
+        instances[row, k, 7] = _clip(i.batched * per_seq, 0.0, 1.0)
+        instances[row, k, 8] = step_s * per_step
+        instances[row, k, 9] = _clip(step_s * per_tpot, 0.0, 4.0)
+        instances[row, k, 10] = backlog_s * per_backlog
+        instances[row, k, 11] = prefill_s * per_prefill
+        instances[row, k, 12] = _clip((r.waited_s + backlog_s + prefill_s + step_s) * per_ttft, 0.0, 4.0)
+        instances[row, k, 13] = _clip(i.matched_tokens * per_prompt, 0.0, 1.0)
+        instances[row, k, 14] = _clip(i.queued * per_flight, 0.0, 1.0)
+        instances[row, k, 15] = i.waiting * per_engine
+        instances[row, k, 16] = 1.0 - 0.5 * per_age
+        instances[row, k, 17] = 1.0 - 0.1 * per_prefill_speed
+        instances[row, k, 18] = i.decode_step_s * per_decode_speed
+        instances[row, k, 19] = kv_tokens  # these five until all instances are known
+        instances[row, k, 20] = i.in_flight
+        instances[row, k, 21] = i.in_flight
+        instances[row, k, 22] = backlog_s
+        instances[row, k, 23] = known
+        if i.candidate != 0:
+            scratch[0, k] = i.in_flight
+            scratch[1, k] = backlog_s
+            scratch[2, k] = known
+            candidates += 1
+            sum_kv += kv_tokens
+            sum_load += i.in_flight
+            sum_free += free
+            sum_known += known
+            sum_step += step_s
+            sum_backlog += backlog_s
+            most_load = max(most_load, i.in_flight)
+            least_free = min(least_free, free)
+            least_backlog = min(least_backlog, backlog_s)
+            if i.head_demand_blocks > i.free_blocks:
+                blocked += 1.0
+    per_candidate = 1.0 / max(candidates, 1)
+    per_mean_kv = _ratio(candidates, sum_kv)
+    per_mean_load = _ratio(candidates, sum_load)
+    for k in range(count):
+        if view_instances[row, k].state != STATE_ABSENT:
+            instances[row, k, 19] = _clip(instances[row, k, 19] * per_mean_kv, 0.0, 4.0)
+            instances[row, k, 20] = _clip(instances[row, k, 20] * per_mean_load, 0.0, 4.0)
+            for ranked in range(_RANKED):
+                own = instances[row, k, 21 + ranked]
+                lower = 0
+                for other in range(count):
+                    lower += scratch[ranked, other] < own
+                instances[row, k, 21 + ranked] = lower * per_candidate
+    mask[row, count] = f.may_hold
+    request[row, 0] = _share(r.prompt_tokens, 1024.0)
+    request[row, 1] = _share(r.predicted_output_tokens, 256.0)
+    request[row, 2] = _clip(-r.priority, -1.0, 1.0)
+    request[row, 3] = 1.0 / (1.0 + r.ttft_target_s)
+    request[row, 4] = 0.05 / (0.05 + r.tpot_target_s)
+    request[row, 5] = _share(r.waited_s, 1.0)
+    request[row, 6] = _clip(r.waited_s * per_ttft, 0.0, 4.0)
+    request[row, 7] = _share(r.turn, 1.0)
+    fleet[row, 0] = f.may_hold
+    fleet[row, 1] = _clip(f.held * per_candidate, 0.0, 4.0)
+    fleet[row, 2] = sum_free * per_candidate
+    fleet[row, 3] = least_free if candidates > 0 else 0.0
+    fleet[row, 4] = _clip(sum_known * per_candidate, 0.0, 2.0)
+    fleet[row, 5] = _share(sum_step * per_candidate, 0.05)
+    fleet[row, 6] = _share(sum_backlog * per_candidate, 0.5)
+    fleet[row, 7] = _share(least_backlog, 0.5) if candidates > 0 else 0.0
+    fleet[row, 8] = blocked * per_candidate
+    fleet[row, 9] = _clip(most_load * per_mean_load, 0.0, 8.0)
+    fleet[row, 10] = f.engine_reported
+    for j in range(_K):
+        kind[row, j] = 1.0 if j == f.kind else 0.0
