@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 
@@ -32,7 +33,7 @@ def _processor() -> str:
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
-def in_fresh_process(module: str, function: str, *arguments: object, **environment: str) -> dict[str, float]:
+def in_fresh_process(module: str, function: str, *arguments: object, **environment: str) -> dict[str, Any]:
     """The dictionary that a function of a benchmark returns, called in a Python of its own.
 
     Args:
@@ -46,12 +47,12 @@ def in_fresh_process(module: str, function: str, *arguments: object, **environme
     return run_json([sys.executable, "-c", code], environment)
 
 
-def run_json(command: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, float]:
-    """The JSON object that a command prints last."""
-    done = subprocess.run(
-        command, cwd=HERE, env={**os.environ, **(environment or {})}, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+def run_json(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """The JSON object that a command prints last; `environment` are variables to set for it."""
+    variables = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=HERE, env=variables, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def spread(values: Sequence[float], form: str = ",.0f") -> str:
@@ -62,8 +63,6 @@ def spread(values: Sequence[float], form: str = ",.0f") -> str:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns in line, the first one to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        first, *others = (
-            cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))
-        )
-        print("  ".join([first, *others]))
+    for first, *others in (columns, *rows):
+        aligned = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        print("  ".join([first.ljust(widths[0]), *aligned]))

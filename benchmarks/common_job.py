@@ -1,12 +1,13 @@
 """Requests simulated per CPU-second, beside the fastest of the published simulators, on the same requests.
 
-The job: Poisson arrivals at 64 requests/s, log-normal prompts (mean 700, sigma 0.6, 16 to 3,500 tokens) and outputs (mean
-200, sigma 0.6, 8 to 1,000 tokens), on 8 instances of Llama-3.1-8B on an H100 with 26,000 KV blocks of 16 tokens. Both
-simulators step through the batches of continuous batching with paged KV memory and a prefix cache; fleetpilot also polls
-the engines, keeps the dispatcher's ledger, counts every gap between tokens and samples the instances each second.
+The job: Poisson arrivals at 64 requests/s, log-normal prompts (mean 700, sigma 0.6, 16 to 3,500 tokens) and outputs
+(mean 200, sigma 0.6, 8 to 1,000 tokens), on 8 instances of Llama-3.1-8B on an H100 with 26,000 KV blocks of 16 tokens.
+Both simulators model continuous batching iteration by iteration, with paged KV memory and a prefix cache; fleetpilot
+also polls the engines, keeps the dispatcher's ledger, counts every gap between tokens and samples the instances each
+second.
 
-The peer is the offline replay of NVIDIA Dynamo, in its own environment `.venv-peers`, which is made on first use. The two
-have different timing models of the same hardware: latencies are printed to show that both simulated the same load.
+The peer is the offline replay of NVIDIA Dynamo, in its own environment `.venv-peers`, which is made on first use. The
+two have different timing models of the same hardware: latencies are printed to show that both simulated the same load.
 
 Usage: python benchmarks/common_job.py [--quick]
 """
@@ -39,6 +40,7 @@ ROUTERS = {"round-robin": "round_robin", "join-shortest-queue": "kv_router"}
 """Our policy and the peer's that is most like it: without shared prefixes its `kv_router` goes by load alone."""
 
 REPEATS = 3
+RUNS_PER_REPEAT = 5  # of ours: they are over in a tenth of a second
 SEED = 7
 TRACE_BLOCK_TOKENS = 512
 FLEET = FleetConfig.of(load_profile("h100-llama-3.1-8b").replace(kv_blocks=26_000, max_num_seqs=256), 8)
@@ -105,26 +107,26 @@ def run_peer(traces: dict[int, Path], router: str) -> Run:
     command = [str(PEER_PYTHON), str(HERE / "peers" / "dynamo_replay.py"), router, *map(str, traces.values())]
     found = run_json(command, {"DYN_LOG": "error"})  # its messages about each request would cost it time
     small, large = (found[str(path)] for path in traces.values())
-    if (small["completed"], large["completed"]) != tuple(traces):
-        raise RuntimeError(f"the peer completed {small['completed']} and {large['completed']} requests of {list(traces)}")
-    sizes = (min(traces), max(traces))
-    return Run(slope(sizes, [small["cpu_s"], large["cpu_s"]]), large["ttft_s"], large["e2e_s"])
+    completed = (small["completed"], large["completed"])
+    if completed != tuple(traces):
+        raise RuntimeError(f"the peer completed {completed} requests, expected {tuple(traces)}")
+    return Run(slope(completed, [small["cpu_s"], large["cpu_s"]]), large["ttft_s"], large["e2e_s"])
 
 
 def peer_is_there() -> bool:
     """Whether the peer can be run; installs it on first use."""
     if not PEER_PYTHON.exists():
-        subprocess.run([sys.executable, "-m", "venv", PEER_ENVIRONMENT], check=True)
-    if subprocess.run([PEER_PYTHON, "-c", "import dynamo._core"], stderr=subprocess.DEVNULL).returncode == 0:
+        subprocess.run([sys.executable, "-m", "venv", str(PEER_ENVIRONMENT)], check=True)
+    if subprocess.run([str(PEER_PYTHON), "-c", "import dynamo._core"], stderr=subprocess.DEVNULL).returncode == 0:
         return True
-    install = [PEER_PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PEER]
+    install = [str(PEER_PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PEER]
     return subprocess.run(install).returncode == 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the requests")
-    sizes = (1_000, 20_000) if parser.parse_args().quick else (10_000, 200_000)
+    parser.add_argument("--quick", action="store_true", help="a quarter of the requests")
+    sizes = (5_000, 50_000) if parser.parse_args().quick else (10_000, 200_000)
     tables = (requests(sizes[0]), requests(sizes[1]))
     with_peer = peer_is_there()
     runs: dict[tuple[str, str], list[Run]] = {}
@@ -137,13 +139,14 @@ def main() -> None:
             simulate(tables[0], FLEET, load_policy(policy))  # compiles
         for _ in range(REPEATS):
             for policy, router in ROUTERS.items():
-                runs.setdefault(("fleetpilot", policy), []).append(run_fleetpilot(tables, policy))
+                ours = [run_fleetpilot(tables, policy) for _ in range(RUNS_PER_REPEAT)]
+                runs.setdefault(("fleetpilot", policy), []).extend(ours)
                 if with_peer:
                     runs.setdefault((PEER, router), []).append(run_peer(traces, router))
     print(__doc__.partition("\n")[0])
     print(machine())
-    print(f"Poisson 64 requests/s, {sizes[0]:,} and {sizes[1]:,} of them, {REPEATS} runs of each simulator in turn.")
-    print("A rate is the slope between the two sizes; starting, compiling and reading a trace file are left out for both.")
+    print(f"A rate is the slope between {sizes[0]:,} and {sizes[1]:,} requests: what a run costs once is left out,")
+    print("and so are starting, compiling and reading a trace file, for both. The simulators took turns.")
     print_report(runs)
     if not with_peer:
         print(f"{PEER} could not be installed, so there is nothing to compare with.")
@@ -153,8 +156,9 @@ def print_report(runs: dict[tuple[str, str], list[Run]]) -> None:
     rows = []
     for (simulator, policy), measured in runs.items():
         rates = spread([run.requests_per_s for run in measured])
-        rows.append([f"{simulator} {policy}", rates, f"{measured[0].ttft_s * 1e3:.1f} ms", f"{measured[0].e2e_s:.2f} s"])
-    print_table(["simulator and policy", "requests per CPU-second, min / median / max", "mean TTFT", "mean E2E"], rows)
+        ttft, e2e = f"{measured[0].ttft_s * 1e3:.1f} ms", f"{measured[0].e2e_s:.2f} s"
+        rows.append([f"{simulator} {policy}", str(len(measured)), rates, ttft, e2e])
+    print_table(["", "runs", "requests per CPU-second: min / median / max", "mean TTFT", "mean E2E"], rows)
     median = {key: statistics.median(run.requests_per_s for run in measured) for key, measured in runs.items()}
     for policy, router in ROUTERS.items():
         if (PEER, router) in runs:

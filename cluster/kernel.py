@@ -423,7 +423,7 @@ def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     slot.prompt_tokens = row.prompt_tokens
     slot.output_tokens = row.output_tokens
     slot.priority = row.priority
-    slot.slo_class = row.slo_class
+    slot.slo_class = min(row.slo_class, env.classes - 1)
     slot.session = row.session
     slot.turn = row.turn
     slot.prefix_node = row.prefix_node
@@ -442,7 +442,7 @@ def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     slot.started = 0
     slot.sat_out = 0
     slot.missed = 0
-    target = target_at(s, env.target0 + min(row.slo_class, env.classes - 1))
+    target = target_at(s, env.target0 + slot.slo_class)
     slot.ttft_target_s = target.ttft_s + target.ttft_s_per_token * row.prompt_tokens
     slot.tpot_target_s = target.tpot_s
     if env.track_targets != 0 and slot.ttft_target_s < np.inf:
@@ -492,7 +492,7 @@ def advance(s: Any, e: int) -> int:
         hold_s = env.next_hold_s if env.held > 0 else np.inf
         sample_s = env.next_sample * env.sample_interval_s if env.sample_interval_s < np.inf else np.inf
         until_s = min(min(arrival_s, hold_s), min(sample_s, env.stop_s))
-        if not _run_instances(s, e, until_s):
+        if not _run_instances(s, e, until_s) or (row == NIL and env.active == 0):
             continue
         if row == NIL and env.held == 0 and env.active > 0 and next_at(s, _first_boundary(s, env)).time_s == np.inf:
             return STUCK
@@ -535,9 +535,7 @@ def _hold(s: Any, env: Any) -> None:
         env.held_tail = index
         env.held += 1
     if index == env.held_head:
-        forced_s = slot.arrival_s + env.max_hold_s
-        retry_s = env.time_s + env.hold_interval_s
-        env.next_hold_s = min(retry_s, forced_s) if forced_s > env.time_s else retry_s
+        env.next_hold_s = min(env.time_s + env.hold_interval_s, slot.arrival_s + env.max_hold_s)
 
 
 @kernel

@@ -199,6 +199,8 @@ class _Run:
         self.check = check
         self.samples: list[NDArray[np.void]] = []
         self.ended = 0
+        self.end_s = 0.0  # the last end so far
+        self.last_arrival_s = 0.0  # of the parts so far
         self.state: State
         self.handle: Any
         self.views: tuple[NDArray[np.void], ...]
@@ -239,6 +241,12 @@ class _Run:
         """A part of a stream must not refer to other parts."""
         if len(table.node_parent) or np.any(table.parent >= 0):
             raise ValueError(f"{table.name}: expected parts without sessions and shared prefixes")
+        if len(table) and table.arrival_s[0] < self.last_arrival_s:
+            raise ValueError(
+                f"{table.name}: arrival_s[0] = {table.arrival_s[0]}: expected at least {self.last_arrival_s}, "
+                "the last arrival of the parts before"
+            )
+        self.last_arrival_s = max(self.last_arrival_s, table.span_s)
         loading.check_fits(table, self.fleet)
 
     def parts(self, source: Iterator[RequestTable], progress: Progress | None) -> Iterator[NDArray[np.void]]:
@@ -280,6 +288,7 @@ class _Run:
         self.samples.append(self.state.sample[: counts["samples"][0]].copy())
         ended = self.state.log[: counts["log"][0]]
         self.ended += len(ended)
+        self.end_s = max(self.end_s, float(np.nanmax(ended["finish_s"], initial=0.0)))
         counts["samples"] = 0
         counts["log"] = 0
         return ended
@@ -321,9 +330,7 @@ class _Run:
             instances[name] = instance[name]
         instances["kv_blocks"] = self.state.engine["kv_blocks"]
         instances["block_size"] = self.state.engine["block_size"]
-        end_s = float(env["time_s"])
-        if len(requests):
-            end_s = max(end_s, float(np.nanmax(requests["finish_s"], initial=0.0)))
+        end_s = max(float(env["time_s"]), self.end_s)
         instances["alive_s"] = end_s
         return RunLog(
             requests=requests,

@@ -51,50 +51,54 @@ ROW = np.dtype(  # one row of a RequestTable, as the kernel reads it
 
 NODE = np.dtype([("parent", "i4"), ("end_tokens", "i8")], align=True)
 
-SLOT = np.dtype(  # a request between its arrival and its end
+SLOT = np.dtype(  # a request between its arrival and its end; in the order of use, to touch few cache lines at a time
     [
+        # at its arrival and dispatch
         ("row", "i8"),
+        ("session", "i8"),
         ("arrival_s", "f8"),
         ("dispatch_s", "f8"),
         ("admitted_s", "f8"),
-        ("first_token_s", "f8"),
-        ("joined_s", "f8"),  # last token before the request (re)joined the decodes
-        ("preempted_s", "f8"),  # NaN unless preempted and not yet prefilled again
-        ("preempted_step_s", "f8"),  # what a step of the decodes would have taken then
-        ("preemption_loss_s", "f8"),
-        ("predicted_output_tokens", "f8"),
-        ("indexed_match_tokens", "f8"),  # what the prefix index said at dispatch
-        ("ttft_target_s", "f8"),
-        ("tpot_target_s", "f8"),
-        ("generated", "i8"),  # while decoding: generated - steps_done of its instance
-        ("next", "i8"),  # waiting queue, held queue, prefilling list or free list
-        ("previous", "i8"),
-        ("unstarted_next", "i8"),  # in dispatch order on its instance
-        ("unstarted_previous", "i8"),
-        ("lru_next", "i8"),
-        ("lru_previous", "i8"),
-        ("session", "i8"),
-        ("prompt_tokens", "i4"),
-        ("output_tokens", "i4"),
+        ("predicted_output_tokens", "f4"),
+        ("turn", "i4"),
         ("priority", "i4"),
         ("slo_class", "i4"),
-        ("turn", "i4"),
-        ("prefix_node", "i4"),
-        ("own_node", "i4"),
-        ("first_child", "i4"),
+        ("cached_tokens", "i4"),
         ("instance", "i4"),  # global
+        # while it waits and prefills
+        ("next", "i4"),  # waiting queue, held queue, prefilling list or free list
+        ("previous", "i4"),
+        ("unstarted_next", "i4"),  # in dispatch order on its instance
+        ("unstarted_previous", "i4"),
         ("prefill_tokens", "i4"),  # L: tokens to hold before the next token can be sampled
         ("computed_tokens", "i4"),  # while prefilling
         ("chunk_tokens", "i4"),  # prefilled in this iteration
         ("held_blocks", "i4"),  # while prefilling
-        ("node_blocks", "i4"),  # of those it holds, the ones that belong to nodes
-        ("resident_blocks", "i4"),  # preempted: private tail still in memory
-        ("dead_blocks", "i4"),  # blocks behind it in the free list that nobody can match
-        ("cached_tokens", "i4"),
-        ("preemptions", "i4"),
+        ("ttft_target_s", "f8"),
         ("started", "i4"),
+        # from its first token to its end
+        ("joined_s", "f8"),  # last token before the request (re)joined the decodes
+        ("first_token_s", "f8"),
+        ("generated", "i4"),  # while decoding: generated - steps_done of its instance
+        ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"),
+        ("prefix_node", "i4"),
+        ("own_node", "i4"),
+        ("node_blocks", "i4"),  # of those it holds, the ones that belong to nodes
+        ("first_child", "i4"),
+        ("indexed_match_tokens", "i4"),  # what the prefix index said at dispatch
+        ("tpot_target_s", "f8"),
         ("sat_out", "i4"),  # 1: missed the last decode step, so joined_s is its last token
         ("missed", "i4"),  # 1: has missed a target
+        # when it is preempted
+        ("preemptions", "i4"),
+        ("preempted_s", "f8"),  # NaN unless preempted and not yet prefilled again
+        ("preempted_step_s", "f8"),  # what a step of the decodes would have taken then
+        ("preemption_loss_s", "f8"),
+        ("lru_next", "i4"),
+        ("lru_previous", "i4"),
+        ("resident_blocks", "i4"),  # preempted: private tail still in memory
+        ("dead_blocks", "i4"),  # blocks behind it in the free list that nobody can match
     ],
     align=True,
 )
@@ -430,11 +434,21 @@ def allocate(size: Capacity) -> State:
         "counts": 1,
         "itl": ITL_BINS if size.itl else 0,
     }
-    state = State(**{name: np.zeros(lengths[name], dtype) for name, dtype in ARRAY_DTYPES.items()})
+    state = State(**{name: _zeros(lengths[name], dtype) for name, dtype in ARRAY_DTYPES.items()})
     state.counts["log_size"] = size.log
     state.counts["samples_size"] = size.samples
     state.counts["itl_bins"] = len(state.itl)
     return state
+
+
+def _zeros(length: int, dtype: np.dtype[np.void]) -> NDArray[np.void]:
+    """Zeros in huge pages where the system has them: NumPy asks for those in `empty`, not in `zeros`.
+
+    The state of many environments is too large for the CPU to keep the addresses of its small pages at hand.
+    """
+    array = np.empty(length, dtype)
+    array.view(np.uint8)[...] = 0  # the padding between fields too
+    return array
 
 
 def copy_state(state: State) -> State:

@@ -185,7 +185,7 @@ def fill_view(s: Any, e: int) -> None:
     request.turn = slot.turn
     fleet = view_fleet_at(s, e)
     fleet.time_s = now_s
-    fleet.may_hold = 1 if now_s - slot.arrival_s < env.max_hold_s else 0
+    fleet.may_hold = 1 if now_s < slot.arrival_s + env.max_hold_s else 0
     fleet.held = env.held
     fleet.decisions = env.decisions
     fleet.random_key = np.uint64(random_unit(env.seed, env.asked) * 9007199254740992.0)

@@ -13,13 +13,14 @@ def capacity_rps(profile: HardwareProfile, table: RequestTable, instances: int =
     """Requests per second that each instance of a fleet finishes with a full batch of such requests, without end.
 
     Little's law, in iterations. A batch of B decodes finishes B / E[output] requests per iteration, so as many are
-    prefilled in it, and the cost model gives the iteration's time t: the capacity is B / E[output] / t. B is what the KV
-    cache holds of such requests, at most ``max_num_seqs``: over its life a request holds
-    E[output (own prompt + output / 2)] / E[output] tokens of its own on average, and half a block. Shared prefixes are in the cache,
-    each on one instance, if that leaves room for more requests than keeping one's prefix oneself: dispatch as good as it gets.
+    prefilled in it, and the cost model gives the iteration's time t: the capacity is B / E[output] / t. B is what the
+    KV cache holds of such requests, at most ``max_num_seqs``: over its life a request holds
+    E[output (own prompt + output / 2)] / E[output] tokens of its own on average, and half a block. Shared prefixes are
+    in the cache, each on one instance, if that leaves room for more requests than keeping one's prefix oneself:
+    dispatch as good as it gets.
 
-    Preemptions and the unevenness of prefill are left out. Against the simulator (one instance, a backlog that never ends) it is
-    within 10 %: tests/envs/test_capacity.py.
+    Preemptions and the unevenness of prefill are left out. Against the simulator (one instance, a backlog that never
+    ends) it is within 10 %: tests/envs/test_capacity.py.
 
     Args:
         profile: of the instance.

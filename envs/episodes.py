@@ -1,10 +1,12 @@
 """The distribution of episodes: a `Scenario` draws an `Episode` from a generator of random numbers.
 
-An episode begins with a warm-up: its first requests meet an empty fleet and are dispatched by a hand-written policy, all before the first
-observation. The scored part that follows has a random number of requests: a quarter of the scenario's mean, and an exponential rest, at most
-twice the mean in all. So its end cannot be foreseen. Requests that are in the system at the end are served to their last token.
+An episode begins with a warm-up: its first requests meet an empty fleet and are dispatched by a hand-written policy,
+all before the first observation. The scored part that follows has a random number of requests: a quarter of the
+scenario's mean, and an exponential rest, at most twice the mean in all. So its end cannot be foreseen. Requests that
+are in the system at the end are served to their last token.
 
-Everything is drawn in an order that does not depend on what is pinned: pinning a parameter leaves all other draws alone.
+Everything is drawn in an order that does not depend on what is pinned: pinning a parameter leaves all other draws
+alone.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +35,9 @@ _SIZES = ("fleet_size", "warmup_requests", "scored_requests")
 """Parameters that memory is set aside for: no more than the scenario's range may be asked of a reset."""
 
 FLEET_PARAMETERS: Mapping[str, Parameter] = {
-    "load": Parameter("share", 0.01, 3.0, "requests offered over what the fleet gets through when it never runs out of them"),
+    "load": Parameter(
+        "share", 0.01, 3.0, "requests offered over what the fleet gets through when it never runs out of them"
+    ),
     "fleet_size": Parameter("instances", 1, 4096, "instances of the fleet", whole=True),
     "hardware_error": Parameter(
         "share", 0.0, 0.5, "each coefficient of the hardware is off its profile, which policies see, by up to this"
@@ -84,7 +89,8 @@ class Scenario:
         priority_order: engines serve by priority.
         max_hold_s: a request may be held at the dispatcher for so long.
         warm_up: compiled policy of `fleetpilot.baselines` that dispatches before the first observation.
-        ranges: of `FLEET_PARAMETERS` and `requests.parameters`, where they differ from the defaults; `fleet_size` is the
+        ranges: of `FLEET_PARAMETERS` and `requests.parameters`, where they differ from the defaults; `fleet_size` is
+        the
             number of slots of the environment unless given.
         reward: weights of the reward's components.
     """
@@ -135,16 +141,16 @@ class Scenario:
             raise ValueError(f"fleet_size = {given['fleet_size']!r}: expected at most instances = {slots}")
         return limits
 
-    def with_changes(self, **changes: object) -> Scenario:
+    def with_changes(self, **changes: Any) -> Scenario:
         """Another scenario: parameters by number or range, and `profile`, `reward` and `max_hold_s`.
 
         Raises:
             ValueError: naming what is not known or not possible.
         """
-        of_scenario = ("profile", "reward", "max_hold_s")
-        checked_names(changes, {**self.parameters, **dict.fromkeys(of_scenario)}, f"parameter of scenario {self.name!r}")
-        own = {name: value for name, value in changes.items() if name in of_scenario}
-        ranges = {name: value for name, value in changes.items() if name not in of_scenario}
+        own = {name: changes.pop(name) for name in ("profile", "reward", "max_hold_s") if name in changes}
+        known = (*self.parameters, "profile", "reward", "max_hold_s")
+        checked_names(changes, known, f"parameter of scenario {self.name!r}")
+        ranges = {name: self.parameters[name].checked_range(name, value) for name, value in changes.items()}
         return replace(self, **own, ranges={**self.ranges, **ranges})  # type: ignore[arg-type]
 
     def size(self, environments: int, slots: int) -> Capacity:
@@ -228,7 +234,7 @@ class Scenario:
         for name in _SIZES:
             if name in pinned and pinned[name] > limits[name][1]:
                 raise ValueError(
-                    f"{name} = {pinned[name]:g}: expected at most {limits[name][1]:g}, for which the environment was made"
+                    f"{name} = {pinned[name]:g}: expected at most {limits[name][1]:g}, which it was made for"
                 )
         return pinned
 

@@ -19,17 +19,20 @@ class FleetEnv(gymnasium.Env[Observations, np.int64]):
     """Dispatch the requests of a simulated fleet of LLM inference engines.
 
     ## Description
-    Requests arrive at a dispatcher in front of a fleet of vLLM engines. For each one the agent chooses the instance that serves it, or holds
-    it for a moment. Engines batch continuously, chunk prefills, share prefixes, run out of KV memory and preempt: docs/model.md is exact.
-    The agent knows what a dispatcher can know: engines' metrics as old as the last poll, and its own book of requests in flight.
+    Requests arrive at a dispatcher in front of a fleet of vLLM engines. For each one the agent chooses the instance
+    that serves it, or holds it for a moment. Engines batch continuously, chunk prefills, share prefixes, run out of KV
+    memory and preempt: docs/model.md is exact. The agent knows what a dispatcher can know: engines' metrics as old as
+    the last poll, and its own book of requests in flight.
 
     ## Action Space
-    `Discrete(instances + 1)`: an instance's slot, or, last, none: hold the request. A held request is asked about again when a request
-    finishes and every 0.1 s; after 2 s it must be dispatched. An illegal action (an absent instance, holding when it is not allowed) counts as
-    none, or, where none is not allowed either, as the instance with the fewest requests in flight; it is counted in the infos.
+    `Discrete(instances + 1)`: an instance's slot, or, last, none: hold the request. A held request is asked about again
+    when a request finishes and every 0.1 s; after 2 s it must be dispatched. An illegal action (an absent instance,
+    holding when it is not allowed) counts as none, or, where none is not allowed either, as the instance with the
+    fewest requests in flight; it is counted in the infos.
 
     ## Observation Space
-    A `Dict` of float32 boxes. `N` is `instances`; docs/features.md lists every number with its unit, range, age and formula.
+    A `Dict` of float32 boxes. `N` is `instances`; docs/features.md lists every number with its unit, range, age and
+    formula.
 
     | key           | shape   | what                                                                     |
     | ------------- | ------- | ------------------------------------------------------------------------ |
@@ -42,35 +45,39 @@ class FleetEnv(gymnasium.Env[Observations, np.int64]):
     Instances may be permuted: nothing in the observation depends on their order but the order of rows and mask.
 
     ## Rewards
-    Minus the growth since the last decision of, weighted, the seconds that requests wait for their first token (0.1 per second), the requests
-    that miss a target of their SLO class (1 each, when the target passes) and the seconds lost to preemption (0.1 per second).
-    `fleetpilot.envs.rewards` has a worked example and says why holding, dumping and waiting for the end do not pay.
+    Minus the growth since the last decision of, weighted, the seconds that requests wait for their first token (0.1 per
+    second), the requests that miss a target of their SLO class (1 each, when the target passes) and the seconds lost to
+    preemption (0.1 per second). `fleetpilot.envs.rewards` has a worked example and says why holding, dumping and
+    waiting for the end do not pay.
 
-    Decisions are irregular in time: a step's reward is what accrued until the next one, and `info["dt_s"]` says how long that was. To
-    discount by time use `exp(-dt_s / tau)`, tau at least two lifetimes of a request: 10 s and more.
+    Decisions are irregular in time: a step's reward is what accrued until the next one, and `info["dt_s"]` says how
+    long that was. To discount by time use `exp(-dt_s / tau)`, tau at least two lifetimes of a request: 10 s and more.
 
-    Infos of a step: `dt_s`, the components `reward_waiting`, `reward_slo_miss`, `reward_preemption`, `reward_instance_cost`, and
-    `invalid_actions` so far. The last step's also have `episode_metrics` (`fleetpilot.envs.kernel.METRICS`). Infos of a reset:
-    `parameters`, what this episode was drawn to be.
+    Infos of a step: `dt_s`, the components `reward_waiting`, `reward_slo_miss`, `reward_preemption`,
+    `reward_instance_cost`, and `invalid_actions` so far. The last step's also have `episode_metrics`
+    (`fleetpilot.envs.kernel.METRICS`). Infos of a reset: `parameters`, what this episode was drawn to be.
 
     ## Starting State
-    A fleet in operation: the first requests (100 per instance) were dispatched by join-shortest-queue. Workload, hardware
-    (coefficients off the profile by up to 20 %), telemetry delay and length are drawn for each episode from the scenario's ranges;
-    `reset(options={"load": 0.9})` pins any of them for one episode.
+    A fleet in operation: the first requests (100 per instance) were dispatched by join-shortest-queue. Workload,
+    hardware (coefficients off the profile by up to 20 %), telemetry delay and length are drawn for each episode from
+    the scenario's ranges; `reset(options={"load": 0.9})` pins any of them for one episode.
 
     ## Episode End
-    Terminated after a random number of requests, 1,000 per instance on average: the last step lasts until all are served. Truncated only after
-    `max_episode_steps`, if given; `episode_metrics` then counts the requests that are still in the system as misses.
+    Terminated after a random number of requests, 1,000 per instance on average: the last step lasts until all are
+    served. Truncated only after `max_episode_steps`, if given; `episode_metrics` then counts the requests that are
+    still in the system as misses.
 
     ## Arguments
-    `gymnasium.make("fleetpilot.envs:fleetpilot/Dispatch-v0", scenario="steady", instances=16, **changes)`. `scenario` is a name
-    (`fleetpilot.envs.scenarios.SCENARIOS`) or a `Scenario`; `changes` set its parameters to a number or a range: `load=0.9`,
-    `cv=(1.0, 4.0)`, `fleet_size=(8, 16)`, `profile="a100-qwen3-8b"`, `reward=RewardWeights(slo_miss=2.0)`. `render_mode` is `ansi` or
-    `rgb_array` (`human` shows the latter in a window and needs pygame).
+    `gymnasium.make("fleetpilot.envs:fleetpilot/Dispatch-v0", scenario="steady", instances=16, **changes)`. `scenario`
+    is a name (`fleetpilot.envs.scenarios.SCENARIOS`) or a `Scenario`; `changes` set its parameters to a number or a
+    range: `load=0.9`, `cv=(1.0, 4.0)`, `fleet_size=(8, 16)`, `profile="a100-qwen3-8b"`,
+    `reward=RewardWeights(slo_miss=2.0)`. `render_mode` is `ansi` or `rgb_array` (`human` shows the latter in a window
+    and needs pygame).
 
     ## Vectorized environment
-    `gymnasium.make_vec("fleetpilot.envs:fleetpilot/Dispatch-v0", num_envs=64, autoreset_mode=..., threads=1)` makes a native
-    `FleetVectorEnv`; row i is the same as this environment reset with `seed + i`, bit for bit, in all autoreset modes.
+    `gymnasium.make_vec("fleetpilot.envs:fleetpilot/Dispatch-v0", num_envs=64, autoreset_mode=..., threads=1)` makes a
+    native `FleetVectorEnv`; row i is the same as this environment reset with `seed + i`, bit for bit, in all autoreset
+    modes.
 
     ## Version History
     * v0: first version.
@@ -84,7 +91,7 @@ class FleetEnv(gymnasium.Env[Observations, np.int64]):
         *,
         scenario: str | Scenario = "steady",
         instances: int = 16,
-        **changes: object,
+        **changes: Any,
     ):
         self.render_mode = render_mode
         self._batch = FleetVectorEnv(
@@ -114,7 +121,13 @@ class FleetEnv(gymnasium.Env[Observations, np.int64]):
     def step(self, action: np.int64 | int) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
         """Answer the pending decision."""
         observations, rewards, terminated, truncated, infos = self._batch.step(np.array([action]))
-        return observation_row(observations, 0), float(rewards[0]), bool(terminated[0]), bool(truncated[0]), info_row(infos, 0)
+        return (
+            observation_row(observations, 0),
+            float(rewards[0]),
+            bool(terminated[0]),
+            bool(truncated[0]),
+            info_row(infos, 0),
+        )
 
     def render(self) -> Any:
         """A text, or an (H, W, 3) uint8 picture."""

@@ -1,4 +1,4 @@
-"""One step of many environments in one call: carry out the answers, run to the next decisions, write what was seen and paid.
+"""One step of many environments in one call: carry out answers, run to the next decisions, write what is seen and paid.
 
 A row is one environment. Rows do not touch each other, so any split of them over threads computes the same.
 """
@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.cluster import kernel as cluster
-from fleetpilot.cluster.memory import env_at
+from fleetpilot.cluster.memory import engine_at, env_at, instance_at
 from fleetpilot.cluster.state import ENDED, NEED_DECISION, NIL
+from fleetpilot.cluster.telemetry import step_end_s
 from fleetpilot.envs.rewards import COMPONENTS, write_components
 from fleetpilot.fleet.features import feature_arrays, write_features
 from fleetpilot.fleet.jit import inlined, kernel
@@ -67,7 +68,7 @@ class Outputs(NamedTuple):
 def outputs(environments: int, instances: int) -> Outputs:
     """Room for one step."""
     return Outputs(
-        *feature_arrays(environments, instances).values(),
+        *feature_arrays(environments, instances),
         np.empty(environments),
         np.empty(environments, np.bool_),
         np.empty(environments, np.bool_),
@@ -94,18 +95,11 @@ def begin_rows(
     out_kind: Any,
     out_mask: Any,
 ) -> int:
-    """Run freshly loaded rows to their first decision after the warm-up.
+    """Run freshly loaded rows, these of all, to their first decision after the warm-up.
 
-    Args:
-        s: handle of the clusters.
-        rows: which.
-        episodes: (E,) `EPISODE`.
-        warm_up: compiled policy that decides until then.
-        instances: (E, N) live view.
-        request: (E,) live view.
-        fleet: (E,) live view.
-        scratch: for `write_features`.
-        out_instances, out_request, out_fleet, out_kind, out_mask: see `Outputs`; written at these rows.
+    `s` is the handle of the clusters, `instances`, `request` and `fleet` are their live view, `scratch` is for
+    `write_features`. The compiled policy `warm_up` decides until then. The first observations are written to the
+    `Outputs` at these rows.
 
     Returns:
         0; -1 - row where a row's requests are over before that.
@@ -125,6 +119,17 @@ def begin_rows(
         episode.total_reward = 0.0
         write_features(instances, request, fleet, e, out_instances, out_request, out_fleet, out_kind, out_mask, scratch)
     return 0
+
+
+@kernel
+def _end_s(s: Any, e: int) -> float:
+    """When the last request was served."""
+    env = env_at(s, e)
+    end_s = env.time_s
+    for g in range(env.instance0, env.instance0 + env.instances):
+        inst = instance_at(s, g)
+        end_s = max(end_s, step_end_s(inst, engine_at(s, g), inst.steps))
+    return end_s
 
 
 @inlined
@@ -171,22 +176,11 @@ def step_rows(
     components: Any,
     metrics: Any,
 ) -> int:
-    """Step the rows from `first` to before `last`.
+    """Step the rows from `first` to before `last`, but for those to skip.
 
-    Args:
-        s: handle of the clusters.
-        first: row.
-        last: row.
-        actions: (E,) an instance's slot, or N for none; anything else is illegal.
-        skip: (E,) rows to leave alone.
-        episodes: (E,) `EPISODE`.
-        weights: of the reward's components.
-        instances: (E, N) live view.
-        request: (E,) live view.
-        fleet: (E,) live view.
-        scratch: of this thread, for `write_features`.
-        out_instances, out_request, out_fleet, out_kind, out_mask, rewards, terminated, truncated, dt_s, invalid_actions, components, metrics:
-            see `Outputs`.
+    `s` is the handle of the clusters, `instances`, `request` and `fleet` are their live view, `scratch` is this
+    thread's for `write_features`; all arguments after it are `Outputs`. An action is an instance's slot, or N for none;
+    anything else is illegal.
 
     Returns:
         Number of rows whose episode ended; -1 - row where a row got into a state that no decision ends.
@@ -204,6 +198,8 @@ def step_rows(
         if status != NEED_DECISION and status != ENDED:
             return -1 - e
         cluster.costs(s, e, now)
+        if status == ENDED:
+            now[6] = _end_s(s, e)
         rewards[e] = write_components(episode.costs, now, env_at(s, e).instances, weights, components[e])
         dt_s[e] = now[6] - episode.costs[6]
         invalid_actions[e] = env_at(s, e).invalid

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,12 +70,13 @@ class Parameter:
         return low + share * (high - low)
 
 
-def checked_names(given: Mapping[str, object], known: Mapping[str, object], what: str) -> None:
+def checked_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
     """Refuse what is not known.
 
     Raises:
         ValueError: naming the unknown and the known.
     """
+    known = sorted(known)
     for name in given:
         if name not in known:
-            raise ValueError(f"{what} {name!r} is not known; expected one of {', '.join(sorted(known))}")
+            raise ValueError(f"{what} {name!r} is not known; expected one of {', '.join(known)}")

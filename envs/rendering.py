@@ -157,10 +157,32 @@ def _instance(batch: ClusterBatch, g: int, time_s: float) -> InstanceSnapshot:
     return InstanceSnapshot(
         kv_capacity_blocks=capacity,
         kv_used_blocks=used,
-        kv_cached_blocks=min(int(inst["lru_blocks"]), capacity - used),
+        kv_cached_blocks=_cached_blocks(state, g, used),
         running=tuple(map(RequestSnapshot, held.tolist(), slots["slo_class"].tolist(), slots["priority"].tolist())),
         waiting=_queue(state, inst["head"]),
     )
+
+
+def _cached_blocks(state: State, g: int, used: int) -> int:
+    """Blocks that hold a prefix and are free to be taken.
+
+    A leap takes blocks off the front of the free list when it is accounted for, so those taken by now are left out here.
+    """
+    inst = state.instance[g]
+    committed = state.engine["kv_blocks"][g] - inst["free_blocks"] - inst["lru_blocks"]
+    to_take = used - int(committed) - int(inst["free_blocks"])
+    cached = 0
+    extent = int(inst["lru_head"])
+    while extent != NIL:
+        if extent >= 0:
+            node = state.residency[inst["residency0"] + extent]
+            resident, dead, extent = int(node["blocks"]), int(node["dead_blocks"]), int(node["next"])
+        else:
+            slot = state.slot[-2 - extent]
+            resident, dead, extent = int(slot["resident_blocks"]), int(slot["dead_blocks"]), int(slot["lru_next"])
+        cached += max(0, resident - max(0, to_take))
+        to_take -= resident + dead if resident <= to_take else resident
+    return cached
 
 
 def _queue(state: State, head: int) -> tuple[RequestSnapshot, ...]:

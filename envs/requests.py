@@ -21,15 +21,15 @@ CV = Parameter("", 0.1, 10.0, "coefficient of variation of the gaps between arri
 
 
 class RequestSource(Protocol):
-    """Draws the requests of an episode at a mean rate of one per second; the episode sets their load.
+    """Draws the requests of an episode at a mean rate of one per second; the episode sets their load."""
 
-    Attributes:
-        slo_classes: that the requests' `slo_class` refers to.
-        parameters: what may differ between its episodes, with the default range of each.
-    """
+    @property
+    def slo_classes(self) -> tuple[SLOClass, ...]:
+        """What the requests' `slo_class` refers to."""
 
-    slo_classes: tuple[SLOClass, ...]
-    parameters: Mapping[str, tuple[Parameter, Range]]
+    @property
+    def parameters(self) -> Mapping[str, tuple[Parameter, Range]]:
+        """What may differ between episodes, with the default range of each."""
 
     def draw(self, n: int, values: Mapping[str, float], rng: np.random.Generator) -> RequestTable:
         """`n` requests.
@@ -214,8 +214,8 @@ class LlumnixRequests:
 class SessionRequests:
     """Sessions whose next turn comes when the last one is answered.
 
-    The load holds on average over the time in which sessions start: it rises until the first sessions end, which the warm-up should
-    outlast, and falls after the last session has started.
+    The load holds on average over the time in which sessions start: it rises until the first sessions end, which the
+    warm-up should outlast, and falls after the last session has started.
 
     Attributes:
         sessions: closed loop; its arrivals are replaced.

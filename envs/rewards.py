@@ -1,6 +1,7 @@
 """The reward: named components, each a weight times the growth of a cost between two decisions.
 
-All costs are counted by the cluster itself for every request that has arrived (`cluster.kernel.costs`), whoever dispatched it and whenever:
+All costs are counted by the cluster itself for every request that has arrived (`cluster.kernel.costs`), whoever
+dispatched it and whenever:
 
 ======================  ===========================================================================  ==========
 component               cost, since the previous decision                                            default weight
@@ -13,8 +14,9 @@ component               cost, since the previous decision                       
 
 ``instance_cost`` weighs nothing by default because the fleet is fixed where only dispatch is decided.
 
-Example: 16 instances, 20 ms since the previous decision. In that time three requests were waiting throughout and a fourth got its first
-token after 5 ms, and the target of one of the three passed. Waiting grew by 3 x 0.020 + 0.005 = 0.065 s and misses by one, so
+Example: 16 instances, 20 ms since the previous decision. In that time three requests were waiting throughout and a
+fourth got its first token after 5 ms, and the target of one of the three passed. Waiting grew by 3 x 0.020 + 0.005 =
+0.065 s and misses by one, so
 
 >>> import numpy as np
 >>> before = np.zeros(COSTS)
@@ -26,10 +28,11 @@ token after 5 ms, and the target of one of the three passed. Waiting grew by 3 x
 >>> round(total, 4)
 -1.0065
 
-Why it cannot be gamed. A request costs from its arrival on until it has its first token, whether or not it is doomed already, so dumping
-doomed requests on one instance does not make them free. Nothing can be put off past the end: the horizon is random, held requests go on
-costing, and after the last arrival the episode's last step lasts until every request is answered. Requests that are in the system when
-the first observation is made are scored like all others from then on; what they cost during the warm-up is not.
+Why it cannot be gamed. A request costs from its arrival on until it has its first token, whether or not it is doomed
+already, so dumping doomed requests on one instance does not make them free. Nothing can be put off past the end: the
+horizon is random, held requests go on costing, and after the last arrival the episode's last step lasts until every
+request is answered. Requests that are in the system when the first observation is made are scored like all others from
+then on; what they cost during the warm-up is not.
 """
 
 from __future__ import annotations

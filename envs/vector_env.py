@@ -54,7 +54,9 @@ def observation_space(instances: int) -> Dict:
 
 def _box(table: tuple[Feature, ...], *shape: int) -> Box:
     low, high = (np.array([getattr(feature, end) for feature in table], np.float32) for end in ("low", "high"))
-    return Box(np.broadcast_to(low, (*shape, len(table))), np.broadcast_to(high, (*shape, len(table))), dtype=np.float32)
+    return Box(
+        np.broadcast_to(low, (*shape, len(table))), np.broadcast_to(high, (*shape, len(table))), dtype=np.float32
+    )
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class SavedState:
 
     clusters: State
     episodes: NDArray[np.void]
+    loaded: NDArray[np.bool_]
     ended: NDArray[np.bool_]
     generators: list[dict[str, Any]]
 
@@ -70,8 +73,9 @@ class SavedState:
 class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
     """A batch of fleets; what one of them is, `fleetpilot.envs.fleet_env.FleetEnv` describes.
 
-    Row `i` is, bit for bit, the single environment that is reset with ``seed + i``, in every autoreset mode and with any number of threads.
-    All arrays that `reset` and `step` return are fresh. Infos are arrays with a mask ``_key`` for every ``key``. In mode SAME_STEP
+    Row `i` is, bit for bit, the single environment that is reset with ``seed + i``, in every autoreset mode and with
+    any number of threads. All arrays that `reset` and `step` return are fresh. Infos are arrays with a mask ``_key``
+    for every ``key``. In mode SAME_STEP
     ``final_obs`` and ``final_info`` are dense: arrays of all rows, of which ``_final_obs`` says which count.
 
     Args:
@@ -83,7 +87,8 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         scenario: name of a scenario (`fleetpilot.envs.scenarios`), or a `Scenario`.
         instances: slots for instances, the N of the spaces; a fleet may be smaller (`fleet_size`).
         threads: that step the rows.
-        **changes: of the scenario: parameters as a number or a range, `profile`, `reward`, `max_hold_s` (`Scenario.with_changes`).
+        **changes: of the scenario: parameters as a number or a range, `profile`, `reward`, `max_hold_s`
+        (`Scenario.with_changes`).
     """
 
     metadata: dict[str, Any] = {"render_modes": RENDER_MODES, "render_fps": 10}  # noqa: RUF012
@@ -98,7 +103,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         scenario: str | Scenario = "steady",
         instances: int = 16,
         threads: int = 1,
-        **changes: object,
+        **changes: Any,
     ):
         for name, count in {"num_envs": num_envs, "instances": instances, "threads": threads}.items():
             if count < 1:
@@ -158,7 +163,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
                 self._generators[row], self._seeds[row] = seeding.np_random(row_seed)
         if not (mask | self._loaded).all():
             raise ResetNeeded("a reset_mask leaves out rows that were never reset: reset all rows first")
-        observations = feature_arrays(*self._shape) if mask.all() else features(self._cluster.view)
+        observations = feature_arrays(*self._shape)._asdict() if mask.all() else features(self._cluster.view)
         infos: Infos = {}
         self._begin(np.flatnonzero(mask), pinned, observations, infos)
         return observations, infos
@@ -176,7 +181,9 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         """
         actions = np.asarray(actions)
         if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu":
-            raise ValueError(f"actions: got {actions.dtype} of shape {actions.shape}, expected integers of ({self.num_envs},)")
+            raise ValueError(
+                f"actions: got {actions.dtype} of shape {actions.shape}, expected integers of ({self.num_envs},)"
+            )
         starting = self._ended
         if starting.any() and (self.autoreset_mode is not AutoresetMode.NEXT_STEP or not self._loaded.all()):
             raise ResetNeeded(f"rows {np.flatnonzero(starting).tolist()} have no episode to step: reset them first")
@@ -229,7 +236,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         """Stop the threads."""
         self._stepper.close()
 
-    @property
+    @property  # type: ignore[misc]
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         """One generator per row."""
         return tuple(self._generator(row) for row in range(self.num_envs))
@@ -248,8 +255,10 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
 
     def save_state(self) -> SavedState:
         """Everything that the future depends on."""
-        generators = [self._generator(row).bit_generator.state for row in range(self.num_envs)]
-        return SavedState(self._cluster.save(), self._episodes.copy(), self._ended.copy(), generators)
+        generators = [dict(self._generator(row).bit_generator.state) for row in range(self.num_envs)]
+        return SavedState(
+            self._cluster.save(), self._episodes.copy(), self._loaded.copy(), self._ended.copy(), generators
+        )
 
     def restore_state(self, saved: SavedState) -> Observations:
         """Go on from a saved state of this environment or one that was made alike.
@@ -259,7 +268,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         """
         self._cluster.restore(saved.clusters)
         self._episodes[...] = saved.episodes
-        self._ended = saved.ended.copy()
+        self._loaded, self._ended = saved.loaded.copy(), saved.ended.copy()
         for row, state in enumerate(saved.generators):
             self._generator(row).bit_generator.state = state
         return features(self._cluster.view)
@@ -278,8 +287,12 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
     def _reset_mask(self, mask: object) -> NDArray[np.bool_]:
         if mask is None:
             return np.ones(self.num_envs, np.bool_)
-        if not (isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (self.num_envs,) and mask.any()):
-            raise ValueError(f"reset_mask = {mask!r}: expected a bool array of shape ({self.num_envs},), one at least True")
+        if not (
+            isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (self.num_envs,) and mask.any()
+        ):
+            raise ValueError(
+                f"reset_mask = {mask!r}: expected a bool array of shape ({self.num_envs},), one at least True"
+            )
         return mask.copy()
 
     def _row_seeds(self, seed: int | Sequence[int | None] | None) -> list[int | None]:
@@ -296,12 +309,15 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
     ) -> None:
         """Begin episodes in these rows: write their first observations, and their parameters into the infos."""
         parameters = [self._load(row, pinned) for row in rows.tolist()]
+        view = self._cluster.view
         stuck = begin_rows(
             self._cluster.handle,
             rows,
             self._episodes,
             self._warm_up.choose,
-            *vars(self._cluster.view).values(),
+            view.instances,
+            view.request,
+            view.fleet,
             feature_scratch(self._shape[1]),
             *observations.values(),
         )
@@ -341,7 +357,12 @@ def _observations(out: Outputs) -> Observations:
 
 def _step_infos(out: Outputs, stepped: NDArray[np.bool_]) -> Infos:
     """What every step tells, of the rows that were stepped."""
-    infos: Infos = {"dt_s": out.dt_s, "_dt_s": stepped, "invalid_actions": out.invalid_actions, "_invalid_actions": stepped}
+    infos: Infos = {
+        "dt_s": out.dt_s,
+        "_dt_s": stepped,
+        "invalid_actions": out.invalid_actions,
+        "_invalid_actions": stepped,
+    }
     for k, name in enumerate(COMPONENTS):
         infos[f"reward_{name}"] = out.components[:, k]
         infos[f"_reward_{name}"] = stepped

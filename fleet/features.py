@@ -1,14 +1,16 @@
 """What learned policies read of a `FleetView`: one table of features, and the one function that computes them.
 
-The simulator's environments and a dispatcher call the same function, so a policy sees the same numbers in both. Every feature is a ratio,
-a share of the candidates, or a time or size brought to [0, 1] by a fixed physical constant; none is an identity, an index or a rank, and none
-depends on statistics of past observations. Permuting the instances permutes their rows and changes nothing else.
+The simulator's environments and a dispatcher call the same function, so a policy sees the same numbers in both. Every
+feature is a ratio, a share of the candidates, or a time or size brought to [0, 1] by a fixed physical constant; none is
+an identity, an index or a rank, and none depends on statistics of past observations. Permuting the instances permutes
+their rows and changes nothing else.
 
-The formulas of the table are Python expressions over the view's fields: `i` an instance, `r` the request, `f` the fleet, and
+The formulas of the table are Python expressions over the view's fields: `i` an instance, `r` the request, `f` the
+fleet, and
 
 - ``share(x, h) = x / (x + h)``: 0 at 0, 1/2 at h, 1 at infinity, for x >= 0;
-- ``mean(x)``, ``least(x)``, ``most(x)`` over the candidates, 0 without any; ``lower(x)``: share of the candidates with a strictly lower x;
-  ``candidates``: how many there are;
+- ``mean(x)``, ``least(x)``, ``most(x)`` over the candidates, 0 without any; ``candidates``: how many they are;
+- ``lower(x)``: share of the candidates with a strictly lower x;
 - ``ratio(x, y) = x / y``, 0 where y is 0;
 - the quantities of `QUANTITIES`.
 
@@ -17,19 +19,20 @@ Results are clipped to the stated range. Rows of absent instances are 0.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.fleet.jit import inlined, kernel
-from fleetpilot.fleet.view import STATE_ABSENT, FleetView
+from fleetpilot.fleet.view import FLEET_FIELDS, INSTANCE_FIELDS, REQUEST_FIELDS, STATE_ABSENT, FleetView
 
 KINDS = ("dispatch", "prefill", "decode", "source", "destination", "scale")
 """Kinds of decision, by `FleetView.fleet["kind"]`: what is one-hot encoded. Only the first is asked for so far."""
 
-Age = Literal["none", "poll"]
+Age = Literal["now", "poll"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Feature:
         unit: of what the formula computes before it is brought to its range.
         low: least value.
         high: largest value.
-        age: ``none`` if the dispatcher knows it as of now, ``poll`` if it is as old as the last visible poll.
+        age: ``now`` if the dispatcher knows it as of the decision, ``poll`` if it is as old as the last visible poll.
         formula: see the module.
         meaning: in words.
     """
@@ -65,7 +68,7 @@ QUANTITIES: dict[str, str] = {
 """Names used in formulas, each a formula itself."""
 
 INSTANCE_FEATURES: tuple[Feature, ...] = (
-    Feature("candidate", "0/1", 0, 1, "none", "i.candidate", "may be chosen"),
+    Feature("candidate", "0/1", 0, 1, "now", "i.candidate", "may be chosen"),
     Feature("free", "ratio", 0, 1, "poll", "i.free_blocks / i.kv_capacity_blocks", "free KV blocks"),
     Feature(
         "free_after_queue",
@@ -85,13 +88,21 @@ INSTANCE_FEATURES: tuple[Feature, ...] = (
         "i.head_demand_blocks / (i.free_blocks + 1)",
         "blocks for the head of the queue over the free ones; above 1 it blocks the queue",
     ),
-    Feature("known_kv", "ratio", 0, 2, "none", "known_tokens / kv_tokens", "tokens of its requests by now over its KV capacity"),
+    Feature(
+        "known_kv",
+        "ratio",
+        0,
+        2,
+        "now",
+        "known_tokens / kv_tokens",
+        "tokens of its requests by now over its KV capacity",
+    ),
     Feature(
         "predicted_kv",
         "ratio",
         0,
         4,
-        "none",
+        "now",
         "(known_tokens + max(i.predicted_output_tokens - i.streamed_tokens, 0)) / kv_tokens",
         "the same when all answers are as long as predicted",
     ),
@@ -100,92 +111,176 @@ INSTANCE_FEATURES: tuple[Feature, ...] = (
         "ratio",
         0,
         2,
-        "none",
+        "now",
         "(r.prompt_tokens + r.predicted_output_tokens - i.matched_tokens) / kv_tokens",
         "what this request would add to it",
     ),
-    Feature("batch_fill", "ratio", 0, 1, "none", "i.batched / i.max_num_seqs", "requests in the batch over the most"),
-    Feature("step", "s", 0, 1, "none", "share(step_s, 0.05)", "calibrated decode step at this batch"),
-    Feature("tpot_use", "ratio", 0, 4, "none", "step_s / r.tpot_target_s", "that step over the request's target per token"),
-    Feature("backlog", "s", 0, 1, "none", "share(backlog_s, 0.5)", "calibrated time to prefill the unstarted requests"),
-    Feature("prefill", "s", 0, 1, "none", "share(prefill_s, 0.5)", "calibrated time to prefill this request there"),
+    Feature("batch_fill", "ratio", 0, 1, "now", "i.batched / i.max_num_seqs", "requests in the batch over the most"),
+    Feature("step", "s", 0, 1, "now", "share(step_s, 0.05)", "calibrated decode step at this batch"),
+    Feature(
+        "tpot_use", "ratio", 0, 4, "now", "step_s / r.tpot_target_s", "that step over the request's target per token"
+    ),
+    Feature("backlog", "s", 0, 1, "now", "share(backlog_s, 0.5)", "calibrated time to prefill the unstarted requests"),
+    Feature("prefill", "s", 0, 1, "now", "share(prefill_s, 0.5)", "calibrated time to prefill this request there"),
     Feature(
         "ttft_use",
         "ratio",
         0,
         4,
-        "none",
+        "now",
         "(r.waited_s + backlog_s + prefill_s + step_s) / r.ttft_target_s",
         "calibrated time to first token there over the request's target",
     ),
-    Feature("matched", "ratio", 0, 1, "none", "i.matched_tokens / r.prompt_tokens", "share of the prompt that the prefix index holds"),
-    Feature("queued", "ratio", 0, 1, "none", "i.queued / max(i.in_flight, 1)", "share of its requests without a first token"),
     Feature(
-        "waiting", "ratio", 0, 1, "poll", "i.waiting / max(i.running + i.waiting, 1)", "share of its requests that the engine says wait"
+        "matched",
+        "ratio",
+        0,
+        1,
+        "now",
+        "i.matched_tokens / r.prompt_tokens",
+        "share of the prompt that the prefix index holds",
     ),
-    Feature("poll_age", "s", 0, 1, "none", "share(i.poll_age_s, 0.5)", "age of the last visible poll, 1 before the first"),
-    Feature("prefill_speed", "s", 0, 1, "none", "share(1024 * i.prefill_s_per_token, 0.1)", "calibrated prefill of 1,024 tokens"),
-    Feature("decode_speed", "s", 0, 1, "none", "share(i.decode_step_s, 0.02)", "calibrated decode step of one request"),
-    Feature("kv_size", "ratio", 0, 4, "none", "ratio(kv_tokens, mean(kv_tokens))", "KV capacity over the candidates' mean"),
-    Feature("load", "ratio", 0, 4, "none", "ratio(i.in_flight, mean(i.in_flight))", "requests in flight over the candidates' mean"),
-    Feature("lower_load", "share", 0, 1, "none", "lower(i.in_flight)", "candidates with fewer requests in flight"),
-    Feature("lower_backlog", "share", 0, 1, "none", "lower(backlog_s)", "candidates with a shorter backlog"),
-    Feature("lower_kv", "share", 0, 1, "none", "lower(known_tokens / kv_tokens)", "candidates with less known KV demand"),
+    Feature(
+        "queued", "ratio", 0, 1, "now", "i.queued / max(i.in_flight, 1)", "share of its requests without a first token"
+    ),
+    Feature(
+        "waiting",
+        "ratio",
+        0,
+        1,
+        "poll",
+        "i.waiting / max(i.running + i.waiting, 1)",
+        "share of its requests that the engine says wait",
+    ),
+    Feature(
+        "poll_age", "s", 0, 1, "now", "share(i.poll_age_s, 0.5)", "age of the last visible poll, 1 before the first"
+    ),
+    Feature(
+        "prefill_speed",
+        "s",
+        0,
+        1,
+        "now",
+        "share(1024 * i.prefill_s_per_token, 0.1)",
+        "calibrated prefill of 1,024 tokens",
+    ),
+    Feature("decode_speed", "s", 0, 1, "now", "share(i.decode_step_s, 0.02)", "calibrated decode step of one request"),
+    Feature(
+        "kv_size", "ratio", 0, 4, "now", "ratio(kv_tokens, mean(kv_tokens))", "KV capacity over the candidates' mean"
+    ),
+    Feature(
+        "load",
+        "ratio",
+        0,
+        4,
+        "now",
+        "ratio(i.in_flight, mean(i.in_flight))",
+        "requests in flight over the candidates' mean",
+    ),
+    Feature("lower_load", "share", 0, 1, "now", "lower(i.in_flight)", "candidates with fewer requests in flight"),
+    Feature("lower_backlog", "share", 0, 1, "now", "lower(backlog_s)", "candidates with a shorter backlog"),
+    Feature(
+        "lower_kv", "share", 0, 1, "now", "lower(known_tokens / kv_tokens)", "candidates with less known KV demand"
+    ),
 )
 
 REQUEST_FEATURES: tuple[Feature, ...] = (
-    Feature("prompt", "tokens", 0, 1, "none", "share(r.prompt_tokens, 1024)", "prompt length"),
-    Feature("output", "tokens", 0, 1, "none", "share(r.predicted_output_tokens, 256)", "predicted answer"),
-    Feature("urgency", "", -1, 1, "none", "-r.priority", "1 before, -1 behind the default priority"),
-    Feature("ttft_tightness", "s", 0, 1, "none", "1 - share(r.ttft_target_s, 1.0)", "0 for no target for the first token"),
-    Feature("tpot_tightness", "s", 0, 1, "none", "1 - share(r.tpot_target_s, 0.05)", "0 for no target per output token"),
-    Feature("waited", "s", 0, 1, "none", "share(r.waited_s, 1.0)", "time since its arrival"),
-    Feature("waited_use", "ratio", 0, 4, "none", "r.waited_s / r.ttft_target_s", "that time over its target"),
-    Feature("turn", "", 0, 1, "none", "share(r.turn, 1.0)", "0 for the first turn of a session"),
+    Feature("prompt", "tokens", 0, 1, "now", "share(r.prompt_tokens, 1024)", "prompt length"),
+    Feature("output", "tokens", 0, 1, "now", "share(r.predicted_output_tokens, 256)", "predicted answer"),
+    Feature("urgency", "", -1, 1, "now", "-r.priority", "1 before, -1 behind the default priority"),
+    Feature(
+        "ttft_tightness", "s", 0, 1, "now", "1 - share(r.ttft_target_s, 1.0)", "0 for no target for the first token"
+    ),
+    Feature("tpot_tightness", "s", 0, 1, "now", "1 - share(r.tpot_target_s, 0.05)", "0 for no target per output token"),
+    Feature("waited", "s", 0, 1, "now", "share(r.waited_s, 1.0)", "time since its arrival"),
+    Feature("waited_use", "ratio", 0, 4, "now", "r.waited_s / r.ttft_target_s", "that time over its target"),
+    Feature("turn", "", 0, 1, "now", "share(r.turn, 1.0)", "0 for the first turn of a session"),
 )
 
 FLEET_FEATURES: tuple[Feature, ...] = (
-    Feature("may_hold", "0/1", 0, 1, "none", "f.may_hold", "the request may be held at the dispatcher"),
-    Feature("held", "ratio", 0, 4, "none", "f.held / max(candidates, 1)", "requests held, per candidate"),
+    Feature("may_hold", "0/1", 0, 1, "now", "f.may_hold", "the request may be held at the dispatcher"),
+    Feature("held", "ratio", 0, 4, "now", "f.held / max(candidates, 1)", "requests held, per candidate"),
     Feature("mean_free", "ratio", 0, 1, "poll", "mean(i.free_blocks / i.kv_capacity_blocks)", "free KV blocks, mean"),
-    Feature("least_free", "ratio", 0, 1, "poll", "least(i.free_blocks / i.kv_capacity_blocks)", "free KV blocks, least"),
-    Feature("mean_known_kv", "ratio", 0, 2, "none", "mean(known_tokens / kv_tokens)", "known KV demand, mean"),
-    Feature("mean_step", "s", 0, 1, "none", "share(mean(step_s), 0.05)", "decode step, mean"),
-    Feature("mean_backlog", "s", 0, 1, "none", "share(mean(backlog_s), 0.5)", "backlog, mean"),
-    Feature("least_backlog", "s", 0, 1, "none", "share(least(backlog_s), 0.5)", "backlog, least"),
     Feature(
-        "blocked", "share", 0, 1, "poll", "mean(i.head_demand_blocks > i.free_blocks)", "candidates whose queue's head does not fit"
+        "least_free", "ratio", 0, 1, "poll", "least(i.free_blocks / i.kv_capacity_blocks)", "free KV blocks, least"
     ),
-    Feature("imbalance", "ratio", 0, 8, "none", "ratio(most(i.in_flight), mean(i.in_flight))", "most over mean requests in flight"),
-    Feature("exact", "0/1", 0, 1, "none", "f.engine_reported", "engines report their load exactly (papers' experiments only)"),
+    Feature("mean_known_kv", "ratio", 0, 2, "now", "mean(known_tokens / kv_tokens)", "known KV demand, mean"),
+    Feature("mean_step", "s", 0, 1, "now", "share(mean(step_s), 0.05)", "decode step, mean"),
+    Feature("mean_backlog", "s", 0, 1, "now", "share(mean(backlog_s), 0.5)", "backlog, mean"),
+    Feature("least_backlog", "s", 0, 1, "now", "share(least(backlog_s), 0.5)", "backlog, least"),
+    Feature(
+        "blocked",
+        "share",
+        0,
+        1,
+        "poll",
+        "mean(i.head_demand_blocks > i.free_blocks)",
+        "candidates whose queue's head does not fit",
+    ),
+    Feature(
+        "imbalance",
+        "ratio",
+        0,
+        8,
+        "now",
+        "ratio(most(i.in_flight), mean(i.in_flight))",
+        "most over mean requests in flight",
+    ),
+    Feature(
+        "exact", "0/1", 0, 1, "now", "f.engine_reported", "engines report their load exactly (papers' experiments only)"
+    ),
 )
 
 _F, _R, _G, _K = len(INSTANCE_FEATURES), len(REQUEST_FEATURES), len(FLEET_FEATURES), len(KINDS)
 _RANKED = 3
 
 
-def features(view: FleetView) -> dict[str, NDArray[np.float32]]:
-    """The features of a view, as the environments' observations hold them.
+def sources(formula: str) -> tuple[str, ...]:
+    """Where a dispatcher gets what a formula reads: sources of `fleetpilot.fleet.view`, sorted.
 
-    Returns:
-        float32 arrays: ``instances`` (B, N, F), ``request`` (B, R), ``fleet`` (B, G), ``kind`` (B, K) one-hot and ``action_mask`` (B, N + 1),
-        1 where an instance, or last none, may be chosen.
+    Raises:
+        KeyError: the formula reads a field that no view has.
     """
+    for name, quantity in QUANTITIES.items():
+        formula = re.sub(rf"\b{name}\b", quantity, formula)
+    fields = re.findall(r"\b([irf])\.(\w+)", formula)
+    return tuple(sorted({_SOURCES[table, name] for table, name in fields}))
+
+
+_SOURCES = {
+    (letter, field.name): field.source
+    for letter, table in {"i": INSTANCE_FIELDS, "r": REQUEST_FIELDS, "f": FLEET_FIELDS}.items()
+    for field in table
+}
+
+
+class FeatureArrays(NamedTuple):
+    """Features of a batch of B views of N instances, float32."""
+
+    instances: NDArray[np.float32]  # (B, N, F)
+    request: NDArray[np.float32]  # (B, R)
+    fleet: NDArray[np.float32]  # (B, G)
+    kind: NDArray[np.float32]  # (B, K) one-hot
+    action_mask: NDArray[np.float32]  # (B, N + 1), 1 where an instance, or last none, may be chosen
+
+
+def features(view: FleetView) -> dict[str, NDArray[np.float32]]:
+    """The features of a view, as the environments' observations hold them: see `FeatureArrays`."""
     batch, instances = view.instances.shape
     arrays = feature_arrays(batch, instances)
-    _write_rows(view.instances, view.request, view.fleet, *arrays.values(), feature_scratch(instances))
-    return arrays
+    _write_rows(view.instances, view.request, view.fleet, *arrays, feature_scratch(instances))
+    return arrays._asdict()
 
 
-def feature_arrays(batch: int, instances: int) -> dict[str, NDArray[np.float32]]:
-    """Fresh arrays for `write_features`, in the order of its arguments."""
-    return {
-        "instances": np.empty((batch, instances, _F), np.float32),
-        "request": np.empty((batch, _R), np.float32),
-        "fleet": np.empty((batch, _G), np.float32),
-        "kind": np.empty((batch, _K), np.float32),
-        "action_mask": np.empty((batch, instances + 1), np.float32),
-    }
+def feature_arrays(batch: int, instances: int) -> FeatureArrays:
+    """Fresh arrays to be written."""
+    return FeatureArrays(
+        np.empty((batch, instances, _F), np.float32),
+        np.empty((batch, _R), np.float32),
+        np.empty((batch, _G), np.float32),
+        np.empty((batch, _K), np.float32),
+        np.empty((batch, instances + 1), np.float32),
+    )
 
 
 def feature_scratch(instances: int) -> NDArray[np.float32]:

@@ -13,8 +13,8 @@ SCENARIO = Scenario(
     name="agents",
     summary="coding agents in closed loops: long system prompts, growing contexts, seconds between turns",
     requests=SessionRequests(
-        # User and answer lengths and think times as of the named workload sessions/agent (docs/generators.md); fewer turns,
-        # so that sessions are short against an episode.
+        # Lengths and think times of the named workload sessions/agent (docs/generators.md); fewer turns, so that
+        # sessions are short against an episode.
         Sessions(
             arrivals=Poisson(1.0),
             turns=Geometric(6.0),

@@ -11,6 +11,7 @@ SCENARIOS = tuple(
         summary=f"{name} lengths of the Llumnix paper, on A10 GPUs with vLLM's first scheduler",
         requests=LlumnixRequests(name),
         profile="a10-llama-7b",
+        capacity_factor=0.9,  # answers of very different lengths preempt each other at full memory
         ranges={"scored_requests": 200, "warmup_requests": 20},
     )
     for name in NAMES

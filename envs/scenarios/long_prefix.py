@@ -1,4 +1,4 @@
-"""Questions about documents of 40,000 tokens at a 70B model: 13 GB of KV each, and seconds of prefill for whoever lacks it."""
+"""Questions about documents of 40,000 tokens at a 70B model: 13 GB of KV each, and seconds of prefill."""
 
 from fleetpilot.envs.episodes import Scenario
 from fleetpilot.envs.requests import RequestKind, RequestMix, SharedPrefixes

@@ -277,6 +277,12 @@ FAULTS = (
         "time_s + row.think_s",
         "slot.first_token_s + row.think_s",
     ),
+    Fault(
+        "gaps between tokens forget the prefill of others that decodes waited for",
+        KERNEL,
+        "if inst.uneven != 0 or inst.last_decode_s != step_end_s(inst, engine, inst.steps):",
+        "if inst.uneven != 0:",
+    ),
     # --- what the dispatcher sees ---
     Fault(
         "polls arrive without delay",
@@ -301,6 +307,12 @@ FAULTS = (
         TELEMETRY,
         "view.streamed_tokens += (steps_before(inst, engine, now_s) - inst.steps) * inst.decodes",
         "view.streamed_tokens += 0",
+    ),
+    Fault(
+        "a policy is told how long the output will be",
+        TELEMETRY,
+        "request.predicted_output_tokens = slot.predicted_output_tokens",
+        "request.predicted_output_tokens = slot.output_tokens",
     ),
     Fault(
         "a finished request's prediction stays in the ledger",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import FleetConfig, RunLog, simulate
 from fleetpilot.cluster.state import FINISHED
 from fleetpilot.fleet.policy import CompiledPolicy, Policy
-from fleetpilot.fleet.slo import CHAT
 from fleetpilot.fleet.view import NONE
 from fleetpilot.workloads.table import RequestTable, make_table
 
@@ -78,10 +76,9 @@ def sojourns_s(log: RunLog) -> NDArray[np.float64]:
 
 
 def assert_agrees(measured: tuple[float, float], expected: float, bias: float = 0.0) -> None:
-    """Within 3.5 standard errors (once in 2,000), which are small enough to mean something, and a known bias."""
+    """Within 3.5 standard errors, which are small enough to mean something, and a known bias."""
     mean, error = measured
-    print(measured, expected, (mean-expected)/error)
-    assert error < 0.02 * expected
+    assert error < 0.03 * expected
     assert abs(mean - expected) < 3.5 * error + bias
 
 
@@ -139,17 +136,16 @@ def test_decodes_alone_share_the_processor(utilisation: float, output: str) -> N
 # --- KV capacity ----------------------------------------------------------------------------------------------------
 
 
-def bursty_table(requests: int = 400) -> RequestTable:
+def uniform_table(requests: int = 400) -> RequestTable:
     rng = np.random.default_rng(7)
     return make_table(
-        "bursty",
+        "uniform",
         np.sort(rng.uniform(0, 60, requests)),
         rng.integers(50, 400, requests),
         rng.integers(50, 400, requests),
     )
 
 
-@cache
 def run_with_kv_blocks(kv_blocks: int) -> RunLog:
     instance = OracleInstance(
         "chunked",
@@ -161,18 +157,17 @@ def run_with_kv_blocks(kv_blocks: int) -> RunLog:
         b_s=0.00005,
         e_s=1e-7,
     )
-    return simulate(bursty_table(), FleetConfig.of(profile_of(instance, "kv"), 1), load_policy("round-robin"))
+    return simulate(uniform_table(), FleetConfig.of(profile_of(instance, "kv"), 1), load_policy("round-robin"))
 
 
 def test_less_kv_memory_preempts_more_and_takes_longer() -> None:
-    logs = [run_with_kv_blocks(blocks) for blocks in (400,350,325,300,275,250,225,200,175,150,125)]
+    logs = [run_with_kv_blocks(blocks) for blocks in (1_000, 400, 350, 300, 250, 200, 150)]
     preemptions = [int(log.instances["preemptions"][0]) for log in logs]
     latency_s = [float(sojourns_s(log).mean()) for log in logs]
     assert preemptions[0] == 0
-    assert preemptions[-1] > 0
-    assert latency_s == sorted(latency_s)
-    assert latency_s[-1] > 2 * latency_s[0]
-    print(preemptions, latency_s)
+    assert np.all(np.diff(preemptions) > 0)
+    assert np.all(np.diff(latency_s) > 0)
+    assert latency_s[-1] > 10 * latency_s[0]
 
 
 # --- every run ends ---------------------------------------------------------------------------------------------------
@@ -209,9 +204,9 @@ def test_a_run_ends_where_only_one_request_fits(scheduler: str, prefix_cache: bo
 
 
 def test_a_run_ends_under_ten_times_the_load_it_can_bear() -> None:
-    table = bursty_table()
+    table = uniform_table()
     table = table.replace(arrival_s=table.arrival_s / 100)
-    log = simulate(table, FleetConfig.of(profile_of(ONE_AT_A_TIME, "one"), 1, slo_classes=(CHAT,)), CENTRAL_QUEUE)
+    log = simulate(table, FleetConfig.of(profile_of(ONE_AT_A_TIME, "one"), 1), load_policy("round-robin"))
     served_s = table.output_tokens.sum() * ONE_AT_A_TIME.a_s
     assert np.all(log.requests["status"] == FINISHED)
     assert log.end_s > 10 * table.span_s

@@ -1,0 +1,153 @@
+"""Decisions per CPU-second of fleetpilot/Dispatch-v0.
+
+python benchmarks/environment.py
+
+The scenario is `steady`, the default: load 0.8, chunked prefill, prefix cache on, half of the prompts with one of 16 shared prefixes. Actions are
+random legal ones, drawn by a compiled function whose time is included. Resets, with the warm-up inside them, are included too; the share of
+them is printed, and so are the requests completed per decision: a decision is worth nothing if no work goes with it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from _report import machine, spread
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from fleetpilot.envs import FleetVectorEnv
+
+ENVIRONMENTS, INSTANCES = 64, 16
+REPEATS = 5
+SECONDS = 2.0
+
+
+@numba.njit
+def legal_actions(mask: Any, draws: Any, actions: Any) -> None:
+    """In each row one of the actions whose mask is 1, by a draw from [0, 1)."""
+    for row in range(len(mask)):
+        rank = int(draws[row] * mask[row].sum())
+        for action in range(mask.shape[1]):
+            if mask[row, action] > 0:
+                if rank == 0:
+                    actions[row] = action
+                    break
+                rank -= 1
+
+
+class Sampler:
+    """Random legal actions for a batch."""
+
+    def __init__(self, rows: int):
+        self.rng = np.random.default_rng(0)
+        self.rows = rows
+
+    def __call__(self, observations: dict[str, NDArray[np.float32]]) -> NDArray[np.int64]:
+        actions = np.empty(self.rows, np.int64)
+        legal_actions(observations["action_mask"], self.rng.random(self.rows), actions)
+        return actions
+
+
+class Rate(NamedTuple):
+    """What one measurement found."""
+
+    decisions_per_cpu_s: float
+    decisions_per_wall_s: float
+    requests_per_decision: float
+
+
+def made(rows: int, instances: int, threads: int = 1, **changes: Any) -> FleetVectorEnv:
+    """An environment whose episodes are at different points: the first ends are spread as all later ones are."""
+    envs = FleetVectorEnv(rows, instances=instances, threads=threads, autoreset_mode=AutoresetMode.SAME_STEP, **changes)
+    envs.reset(seed=0)
+    return envs
+
+
+def measured(envs: FleetVectorEnv, stepper: Any, seconds: float = SECONDS) -> Rate:
+    """Step for some CPU-seconds. `stepper` is the environment or an adapter around it."""
+    sampler = Sampler(envs.num_envs)
+    observations = stepper.step(np.zeros(envs.num_envs, np.int64))[0]
+    completed, steps = -_completed(envs), 0
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    while time.process_time() - cpu_s < seconds:
+        for _ in range(50):
+            observations, _, *_, infos = stepper.step(sampler(observations))
+            steps += 1
+            if isinstance(infos, dict) and "final_info" in infos:
+                metrics = infos["final_info"]["episode_metrics"]["finished"]
+                completed += float(metrics[infos["_final_info"]].sum())
+    cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+    decisions = steps * envs.num_envs
+    return Rate(decisions / cpu_s, decisions / wall_s, (completed + _completed(envs)) / decisions)
+
+
+def _completed(envs: FleetVectorEnv) -> float:
+    """Requests completed by the episodes in progress."""
+    episodes = envs._episodes
+    return float((episodes["costs"][:, 3] - episodes["start"][:, 3]).sum())
+
+
+def reset_share(envs: FleetVectorEnv, rate: float) -> float:
+    """CPU time of an episode's reset over that of its decisions."""
+    started = time.process_time()
+    envs.reset()
+    reset_s = (time.process_time() - started) / envs.num_envs
+    _, scored = (envs.scenario.limits(INSTANCES)[name][0] for name in ("warmup_requests", "scored_requests"))
+    return reset_s / (0.93 * scored * INSTANCES / rate)
+
+
+def main() -> None:
+    print(machine())
+    envs = made(ENVIRONMENTS, INSTANCES)
+    measured(envs, envs, 10.0)  # compile, spread the episodes
+    rates = [measured(envs, envs) for _ in range(REPEATS)]
+    rate = float(np.median([r.decisions_per_cpu_s for r in rates]))
+    print(f"{ENVIRONMENTS} x {INSTANCES}: decisions per CPU-s {spread([r.decisions_per_cpu_s for r in rates])}")
+    print(f"  completed requests per decision {np.mean([r.requests_per_decision for r in rates]):.2f}")
+    print(f"  resets: {reset_share(envs, rate):.1%} of the CPU time of an episode's decisions, included above")
+    sampler, observations = Sampler(ENVIRONMENTS), envs.reset()[0]
+    started = time.process_time()
+    for _ in range(2_000):
+        sampler(observations)
+    print(f"  sampling of actions: {(time.process_time() - started) / 2_000 / ENVIRONMENTS * rate:.1%}, included above")
+
+    try:
+        from fleetpilot.envs.sb3 import SB3VecEnv
+    except ModuleNotFoundError as missing:
+        print(f"Stable-Baselines3 adapter: not measured, {missing.name} is not installed", file=sys.stderr)
+    else:
+        adapter = SB3VecEnv(envs)
+        adapter.reset()
+        pairs = [(measured(envs, envs), measured(envs, adapter)) for _ in range(REPEATS)]
+        print(f"Stable-Baselines3 adapter: decisions per CPU-s {spread([b.decisions_per_cpu_s for _, b in pairs])}")
+        ratios = [b.decisions_per_cpu_s / a.decisions_per_cpu_s for a, b in pairs]
+        print(f"  of the environment's own rate {spread(ratios, '.2f')}")
+
+    both = made(ENVIRONMENTS, INSTANCES, threads=2)
+    measured(both, both, 2.0)
+    pairs = [(measured(envs, envs), measured(both, both)) for _ in range(REPEATS)]
+    print(
+        f"2 threads: CPU time of one {spread([a.decisions_per_cpu_s / b.decisions_per_cpu_s for a, b in pairs], '.2f')}"
+    )
+    print(
+        f"  speed-up in wall time {spread([b.decisions_per_wall_s / a.decisions_per_wall_s for a, b in pairs], '.2f')}"
+    )
+    both.close()
+
+    for instances in (4, 16, 64, 256):
+        rows = max(2, 1024 // instances // 4)
+        some = made(rows, instances, scored_requests=400)
+        measured(some, some, 1.0)
+        rates = [measured(some, some, 1.0).decisions_per_cpu_s for _ in range(3)]
+        us = [1e6 / r for r in rates]
+        print(
+            f"{rows} x {instances}: us per decision {spread(us, '.2f')}, ns per instance {1e3 * np.median(us) / instances:.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
