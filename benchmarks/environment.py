@@ -2,9 +2,10 @@
 
 python benchmarks/environment.py
 
-The scenario is `steady`, the default: load 0.8, chunked prefill, prefix cache on, half of the prompts with one of 16 shared prefixes. Actions are
-random legal ones, drawn by a compiled function whose time is included. Resets, with the warm-up inside them, are included too; the share of
-them is printed, and so are the requests completed per decision: a decision is worth nothing if no work goes with it.
+The scenario is `steady`, the default: load 0.8, chunked prefill, prefix cache on, half of the prompts with one of 16
+shared prefixes. Actions are random legal ones, drawn by a compiled function whose time is included. Resets, with the
+warm-up inside them, are included too; their share is printed, and so are the requests completed per decision: a
+decision is worth nothing if no work goes with it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Sampler:
         self.rows = rows
 
     def __call__(self, observations: dict[str, NDArray[np.float32]]) -> NDArray[np.int64]:
+        """One action per row."""
         actions = np.empty(self.rows, np.int64)
         legal_actions(observations["action_mask"], self.rng.random(self.rows), actions)
         return actions
@@ -143,10 +145,9 @@ def main() -> None:
         some = made(rows, instances, scored_requests=400)
         measured(some, some, 1.0)
         rates = [measured(some, some, 1.0).decisions_per_cpu_s for _ in range(3)]
-        us = [1e6 / r for r in rates]
-        print(
-            f"{rows} x {instances}: us per decision {spread(us, '.2f')}, ns per instance {1e3 * np.median(us) / instances:.0f}"
-        )
+        us = [1e6 / rate for rate in rates]
+        per_instance = f"ns per instance {1e3 * np.median(us) / instances:.0f}"
+        print(f"{rows} x {instances}: us per decision {spread(us, '.2f')}, {per_instance}")
 
 
 if __name__ == "__main__":

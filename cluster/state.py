@@ -138,65 +138,65 @@ ENGINE = np.dtype(  # one instance's configuration
 INSTANCE = np.dtype(
     [
         # where its parts of the other arrays begin
-        ("env", "i8"),
-        ("batch0", "i8"),
-        ("residues0", "i8"),
-        ("residency0", "i8"),
-        ("node0", "i8"),
-        ("poll0", "i8"),
-        ("polls", "i8"),
+        ("env", "i4"),
+        ("batch0", "i4"),
+        ("residues0", "i4"),
+        ("residency0", "i4"),
+        ("node0", "i4"),
+        ("poll0", "i4"),
+        ("polls", "i4"),
         # the iteration, or the leap, in progress
-        ("doing", "i8"),
+        ("doing", "i4"),
         ("anchor_s", "f8"),
         ("base_s", "f8"),
         ("kv_tokens", "f8"),  # read by the first iteration since the anchor
-        ("decodes_in_leap", "i8"),
-        ("steps", "i8"),  # iterations since the anchor that are accounted for
-        ("planned", "i8"),  # iterations since the anchor at the next boundary
+        ("decodes_in_leap", "i4"),
+        ("steps", "i4"),  # iterations since the anchor that are accounted for
+        ("planned", "i4"),  # iterations since the anchor at the next boundary
         ("jitter", "f8"),
         # the batch
-        ("in_batch", "i8"),
-        ("decodes", "i8"),
+        ("in_batch", "i4"),
+        ("decodes", "i4"),
         ("steps_done", "i8"),  # decode steps since the start
         ("decode_tokens", "i8"),  # sum of prompt + generated over the decodes
         ("first_finish_step", "i8"),
-        ("prefilling", "i8"),  # list of slots prefilled in this iteration
-        ("changed", "i8"),
-        ("preempted", "i8"),  # the last boundary preempted
-        ("uneven", "i8"),  # some request sat out the last decode step
-        ("sitting_out", "i8"),  # position in the batch from which on requests miss this iteration
+        ("prefilling", "i4"),  # list of slots prefilled in this iteration
+        ("changed", "i4"),
+        ("preempted", "i4"),  # the last boundary preempted
+        ("uneven", "i4"),  # some request sat out the last decode step
+        ("sitting_out", "i4"),  # position in the batch from which on requests miss this iteration
         # the waiting queue
-        ("head", "i8"),
-        ("tail", "i8"),
-        ("waiting", "i8"),
-        ("waiting_blocks", "i8"),
+        ("head", "i4"),
+        ("tail", "i4"),
+        ("waiting", "i4"),
+        ("waiting_blocks", "i4"),
         # KV blocks
-        ("free_blocks", "i8"),  # hold nothing
-        ("lru_blocks", "i8"),  # unpinned, in the list below
-        ("lru_head", "i8"),
-        ("lru_tail", "i8"),
+        ("free_blocks", "i4"),  # hold nothing
+        ("lru_blocks", "i4"),  # unpinned, in the list below
+        ("lru_head", "i4"),
+        ("lru_tail", "i4"),
         # the dispatcher's knowledge of it
-        ("unstarted_head", "i8"),
-        ("unstarted_tail", "i8"),
+        ("unstarted_head", "i4"),
+        ("unstarted_tail", "i4"),
         ("streamed_tokens", "i8"),
-        ("next_poll", "i8"),
-        ("index_head", "i8"),
-        ("index_tail", "i8"),
+        ("next_poll", "i4"),
+        ("index_head", "i4"),
+        ("index_tail", "i4"),
         # counters
         ("last_decode_s", "f8"),  # end of the last decode step
         ("busy_s", "f8"),
         ("iterations", "i8"),
         ("decode_steps", "i8"),
-        ("preemptions", "i8"),
+        ("preemptions", "i4"),
         ("prefix_queries_tokens", "i8"),
         ("prefix_hits_tokens", "i8"),
-        ("dispatched", "i8"),
+        ("dispatched", "i4"),
         # costs since the start, for rewards
         ("unstarted_area_s", "f8"),
         ("unstarted_since_s", "f8"),
         ("preemption_loss_s", "f8"),
-        ("misses", "i8"),
-        ("finished", "i8"),
+        ("misses", "i4"),
+        ("finished", "i4"),
         ("generated_tokens", "i8"),
     ],
     align=True,

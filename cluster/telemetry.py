@@ -78,7 +78,7 @@ def used_blocks(s: Any, inst: Any, engine: Any, time_s: float) -> int:
 @inlined
 def _polls_until(env: Any, time_s: float) -> int:
     """How many polls there are until `time_s`, that time included."""
-    polls = np.int64(np.floor(time_s / env.poll_interval_s)) + 1
+    polls = int(np.floor(time_s / env.poll_interval_s)) + 1
     while polls > 0 and (polls - 1) * env.poll_interval_s > time_s:
         polls -= 1
     while polls * env.poll_interval_s <= time_s:
@@ -216,7 +216,7 @@ def itl_bin(gap_s: float) -> int:
 
     They are the exponent and the first bits of the mantissa, side by side in a float.
     """
-    position = (np.float64(gap_s).view(np.int64) >> _BITS_BELOW_BIN) - _BITS_OF_BIN_0
+    position: int = (np.float64(gap_s).view(np.int64) >> _BITS_BELOW_BIN) - _BITS_OF_BIN_0
     return min(max(position, 0), ITL_BINS - 1)
 
 

@@ -166,7 +166,7 @@ def _instance(batch: ClusterBatch, g: int, time_s: float) -> InstanceSnapshot:
 def _cached_blocks(state: State, g: int, used: int) -> int:
     """Blocks that hold a prefix and are free to be taken.
 
-    A leap takes blocks off the front of the free list when it is accounted for, so those taken by now are left out here.
+    A leap takes blocks off the front of the free list when it is accounted for; those taken by now are left out here.
     """
     inst = state.instance[g]
     committed = state.engine["kv_blocks"][g] - inst["free_blocks"] - inst["lru_blocks"]
@@ -427,7 +427,7 @@ _FONT = """
 I 00417F4100 K 7F08142241 L 7F40404040 M 7F020C027F N 7F0408107F O 3E4141413E P 7F09090906 R 7F09192946 S 4649494931
 T 01017F0101 U 3F4040403F V 1F2040201F W 3F4038403F X 6314081463 Y 0708700807 . 0060600000
 : 0036360000
-""".split()
+"""
 """Characters and their five columns, the lowest bit on top."""
 
 
@@ -436,5 +436,5 @@ def _glyph(columns: str) -> NDArray[np.bool_]:
 
 
 _GLYPHS = {" ": _glyph("0000000000")} | {
-    character: _glyph(columns) for character, columns in zip(_FONT[::2], _FONT[1::2], strict=True)
+    character: _glyph(columns) for character, columns in zip(_FONT.split()[::2], _FONT.split()[1::2], strict=True)
 }
