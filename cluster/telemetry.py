@@ -216,8 +216,8 @@ def itl_bin(gap_s: float) -> int:
 
     They are the exponent and the first bits of the mantissa, side by side in a float.
     """
-    position: int = (np.float64(gap_s).view(np.int64) >> _BITS_BELOW_BIN) - _BITS_OF_BIN_0
-    return min(max(position, 0), ITL_BINS - 1)
+    bits: Any = np.float64(gap_s).view(np.int64)
+    return min(max((bits >> _BITS_BELOW_BIN) - _BITS_OF_BIN_0, 0), ITL_BINS - 1)  # type: ignore[no-any-return]
 
 
 @inlined
