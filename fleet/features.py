@@ -328,7 +328,7 @@ def _ratio(value: float, over: float) -> float:
     return value / over if over != 0.0 else 0.0
 
 
-@kernel
+@inlined
 def write_features(
     view_instances: Any,
     view_request: Any,
