@@ -27,7 +27,7 @@ def check(state: State, e: int = 0) -> None:
         _check_decodes(s, g)
     if env.decision_slot != NIL and s.slot[env.decision_slot].instance == NIL:
         places[int(env.decision_slot)] = 1  # asked about now; held if it is asked again
-    active = {int(i) for i in range(env.slot0, env.slot0 + env.slots) if s.slot[i].row != NIL}
+    active = {int(i) for i in range(env.slot0, env.slot0 + env.used_slots) if s.slot[i].row != NIL}
     twice = [slot for slot, times in places.items() if times != 1]
     assert not twice, f"slot {twice[0]} is at {places[twice[0]]} places"
     assert set(places) == active, f"slots at no place or without a request: {sorted(set(places) ^ active)}"

@@ -80,6 +80,7 @@ def _start(s: Any, env: Any, g: int, time_s: float) -> None:
     inst = instance_at(s, g)
     engine = engine_at(s, g)
     prefill, attention = schedule(s, inst, engine, time_s)
+    next_at(s, g).streamed_until_s = -np.inf
     if inst.in_batch == 0:
         inst.doing = IDLE
         inst.planned = inst.steps
@@ -408,6 +409,10 @@ def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
         env.released = heap.pop(released_heap(s, env.released0 + env.released), env.released0, env.released)
     row = row_at(s, env.row0 + row_index)
     index = env.free_slot
+    if index == NIL:
+        index = env.slot0 + env.used_slots
+        env.used_slots += 1
+        slot_at(s, index).next = NIL
     slot = slot_at(s, index)
     env.free_slot = slot.next
     env.active += 1
@@ -501,7 +506,7 @@ def advance(s: Any, e: int) -> int:
             _pass_targets(s, env, env.stop_s)
             return ENDED
         if arrival_s <= until_s and row != NIL:
-            if env.free_slot == NIL:
+            if env.free_slot == NIL and env.used_slots == env.slots:
                 return NEED_SLOTS
             return _ask(s, e, _arrive(s, e, row, arrival_s), 0, arrival_s)
         if hold_s <= until_s and env.held > 0:
@@ -693,7 +698,7 @@ def unmissed(s: Any, e: int) -> int:
     """Requests in the system that have not missed a target yet: where the run ends now, they are misses too."""
     env = env_at(s, e)
     count = 0
-    for index in range(env.slot0, env.slot0 + env.slots):
+    for index in range(env.slot0, env.slot0 + env.used_slots):
         slot = slot_at(s, index)
         if slot.row != NIL and slot.missed == 0:
             count += 1

@@ -178,7 +178,7 @@ def load_fleet(
     instance["free_blocks"] = engines["kv_blocks"]
     instance["jitter"] = 1.0
     instance["last_decode_s"] = -1.0
-    state.next_boundary["time_s"][first : first + size.instances] = np.inf
+    state.next_boundary[first : first + size.instances] = (np.inf, -np.inf)
     state.residues[first * size.max_block_size : (first + n) * size.max_block_size] = np.zeros((), state.residues.dtype)
     nodes = slice(first * size.nodes, (first + n) * size.nodes)
     state.residency[nodes] = np.zeros((), state.residency.dtype)
@@ -217,20 +217,9 @@ def load_env(state: State, size: Capacity, e: int, fleet: FleetConfig, *, seed: 
     env["classes"] = len(fleet.slo_classes)
     for k, slo in enumerate(fleet.slo_classes):
         state.target[e * size.classes + k] = (slo.ttft_s, slo.ttft_s_per_prompt_token, slo.tpot_s)
-    free_slots(state, size, e, 0)
+    env["free_slot"] = NIL
     state.view_request[e] = np.zeros((), state.view_request.dtype)
     state.view_fleet[e] = np.zeros((), state.view_fleet.dtype)
-
-
-def free_slots(state: State, size: Capacity, e: int, start: int) -> None:
-    """Chain the environment's slots from its `start`-th on in front of its free list."""
-    first = e * size.slots + start
-    last = (e + 1) * size.slots
-    slots = state.slot[first:last]
-    slots["next"] = np.arange(first + 1, last + 1)
-    slots["next"][-1] = state.env["free_slot"][e] if start else NIL
-    slots["row"] = NIL
-    state.env["free_slot"][e] = first
 
 
 def load_rows(state: State, size: Capacity, e: int, rows: NDArray[np.void], nodes: NDArray[np.void]) -> None:

@@ -188,8 +188,8 @@ class _Run:
             raise ValueError(f"sample_interval_s = {sample_interval_s!r}: expected a finite time > 0 or None")
         if stop_s is not None and not (np.isfinite(stop_s) and stop_s > 0):
             raise ValueError(f"stop_s = {stop_s!r}: expected a finite time > 0 or None")
-        if seed < 0:
-            raise ValueError(f"seed = {seed}: expected >= 0")
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed = {seed}: expected a whole number from 0 to 2**64 - 1")
         self.fleet = fleet
         self.policy = policy
         self.seed = seed
@@ -298,13 +298,13 @@ class _Run:
         old = self.size.slots
         self.size = Capacity(**{**vars(self.size), "slots": 2 * old, "log": max(self.size.log, 4 * old)})
         slots = np.concatenate([self.state.slot, np.zeros(old, self.state.slot.dtype)])
+        slots["row"][old:] = NIL
         log = self.state.log
         if len(log) < self.size.log:
             log = np.concatenate([log, np.zeros(self.size.log - len(log), log.dtype)])
         self.state.counts["log_size"] = len(log)
         self._use(self.state._replace(slot=slots, log=log))
         self.state.env["slots"] = self.size.slots
-        loading.free_slots(self.state, self.size, 0, old)
 
     def _load_part(self, table: RequestTable | None) -> None:
         env = self.state.env

@@ -235,7 +235,8 @@ ENV = np.dtype(
         ("released", "i8"),  # entries in the heap of released turns
         ("closed_loop", "i8"),
         ("nodes", "i8"),
-        ("free_slot", "i8"),
+        ("free_slot", "i8"),  # list of slots that were used and are free again
+        ("used_slots", "i8"),  # slots that were ever used: the first ones
         ("active", "i8"),
         # the decision
         ("decision_slot", "i8"),
@@ -260,6 +261,8 @@ ENV = np.dtype(
         ("stop_s", "f8"),
         ("hold_interval_s", "f8"),
         ("max_hold_s", "f8"),
+        ("polls_taken", "i8"),  # so many are recorded for every instance
+        ("polls_visible", "i8"),  # the view shows the last one of so many
         ("poll_interval_s", "f8"),
         ("poll_delay_s", "f8"),
         ("engine_reported", "i8"),
@@ -318,7 +321,12 @@ ITL_LOWEST_EXPONENT = -19
 ITL_BINS = ITL_OCTAVES * ITL_BINS_PER_OCTAVE
 
 
-NEXT_BOUNDARY = np.dtype([("time_s", "f8")])
+NEXT_BOUNDARY = np.dtype(
+    [
+        ("time_s", "f8"),
+        ("streamed_until_s", "f8"),  # the view's streamed_tokens are right until then, or until a boundary
+    ]
+)
 RESIDUE = np.dtype([("decodes", "i4")])
 GAPS = np.dtype([("count", "i8")])
 
@@ -435,6 +443,7 @@ def allocate(size: Capacity) -> State:
         "itl": ITL_BINS if size.itl else 0,
     }
     state = State(**{name: _zeros(lengths[name], dtype) for name, dtype in ARRAY_DTYPES.items()})
+    state.slot["row"] = NIL
     state.counts["log_size"] = size.log
     state.counts["samples_size"] = size.samples
     state.counts["itl_bins"] = len(state.itl)

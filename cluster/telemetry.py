@@ -17,6 +17,7 @@ from fleetpilot.cluster.memory import (
     indexed_array,
     instance_at,
     itl_at,
+    next_at,
     node_array,
     poll_at,
     sample_at,
@@ -108,20 +109,27 @@ def _record_polls(s: Any, inst: Any, engine: Any, env: Any, due: int) -> None:
 
 
 @inlined
-def _see_poll(s: Any, inst: Any, engine: Any, env: Any, view: Any, visible: int) -> None:
+def _see_poll(s: Any, inst: Any, engine: Any, view: Any, visible: int) -> None:
     """The last one of the first `visible` polls."""
-    if visible <= 0:
-        view.poll_age_s = np.inf
-        return
-    last = visible - 1
-    poll = poll_at(s, inst.poll0 + last % inst.polls)
-    view.poll_age_s = env.time_s - last * env.poll_interval_s
+    poll = poll_at(s, inst.poll0 + (visible - 1) % inst.polls)
     view.running = poll.running
     view.waiting = poll.waiting
     view.kv_usage = poll.used_blocks / engine.kv_blocks
     view.preemptions = poll.preemptions
     view.prefix_queries_tokens = poll.prefix_queries_tokens
     view.prefix_hits_tokens = poll.prefix_hits_tokens
+
+
+@inlined
+def _see_tokens(s: Any, g: int, inst: Any, engine: Any, view: Any, now_s: float) -> None:
+    """Tokens streamed by now, and until when no more will have been."""
+    view.streamed_tokens = inst.streamed_tokens
+    until_s = np.inf
+    if inst.doing == DECODE:
+        steps = steps_before(inst, engine, now_s)
+        view.streamed_tokens += (steps - inst.steps) * inst.decodes
+        until_s = step_end_s(inst, engine, steps + 1)
+    next_at(s, g).streamed_until_s = until_s
 
 
 @inlined
@@ -147,17 +155,22 @@ def fill_view(s: Any, e: int) -> None:
     now_s = env.time_s
     slot = slot_at(s, env.decision_slot)
     shared = slot.prefix_node >= 0
-    visible = _polls_until(env, now_s - env.poll_delay_s)
+    # Most of what a decision shows, the one before has shown: what has not changed is not touched again.
+    taken = _polls_until(env, now_s)
+    visible = max(_polls_until(env, now_s - env.poll_delay_s), 0)
+    age_s = now_s - (visible - 1) * env.poll_interval_s if visible > 0 else np.inf
     for i in range(env.instances):
         g = env.instance0 + i
         inst = instance_at(s, g)
         engine = engine_at(s, g)
         view = view_instance_at(s, g)
-        record_polls(s, inst, engine, env, now_s)
-        _see_poll(s, inst, engine, env, view, visible)
-        view.streamed_tokens = inst.streamed_tokens
-        if inst.doing == DECODE:
-            view.streamed_tokens += (steps_before(inst, engine, now_s) - inst.steps) * inst.decodes
+        if taken != env.polls_taken:
+            record_polls(s, inst, engine, env, now_s)
+        if visible != env.polls_visible:
+            _see_poll(s, inst, engine, view, visible)
+        view.poll_age_s = age_s
+        if now_s > next_at(s, g).streamed_until_s:
+            _see_tokens(s, g, inst, engine, view, now_s)
         if env.engine_reported != 0:
             _true_load(s, inst, engine, view, now_s)
         else:
@@ -172,6 +185,8 @@ def fill_view(s: Any, e: int) -> None:
             )
         elif env.matched_dirty != 0:
             view.matched_tokens = 0.0
+    env.polls_taken = taken
+    env.polls_visible = visible
     env.matched_dirty = 1 if shared else 0
     request = view_request_at(s, e)
     request.prompt_tokens = slot.prompt_tokens

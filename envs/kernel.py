@@ -62,7 +62,6 @@ class Outputs(NamedTuple):
     dt_s: NDArray[np.float64]  # (E,) since the previous decision
     invalid_actions: NDArray[np.int64]  # (E,) so far in the episode
     components: NDArray[np.float64]  # (E, components)
-    metrics: NDArray[np.float64]  # (E, METRICS), 0 in rows whose episode did not end
 
 
 def outputs(environments: int, instances: int) -> Outputs:
@@ -75,7 +74,6 @@ def outputs(environments: int, instances: int) -> Outputs:
         np.empty(environments),
         np.empty(environments, np.int64),
         np.empty((environments, len(COMPONENTS))),
-        np.zeros((environments, len(METRICS))),
     )
 
 
@@ -152,12 +150,13 @@ def _write_metrics(s: Any, e: int, episode: Any, metrics: Any) -> None:
 
 @kernel
 def step_rows(
-    s: Any,
+    handles: Any,
     first: int,
     last: int,
     actions: Any,
     skip: Any,
     episodes: Any,
+    metrics: Any,
     weights: Any,
     instances: Any,
     request: Any,
@@ -174,17 +173,18 @@ def step_rows(
     dt_s: Any,
     invalid_actions: Any,
     components: Any,
-    metrics: Any,
 ) -> int:
     """Step the rows from `first` to before `last`, but for those to skip.
 
-    `s` is the handle of the clusters, `instances`, `request` and `fleet` are their live view, `scratch` is this
-    thread's for `write_features`; all arguments after it are `Outputs`. An action is an instance's slot, or N for none;
-    anything else is illegal.
+    `handles` holds the handle of the clusters (a record alone takes Numba a microsecond to recognise), `instances`,
+    `request` and `fleet` are their live view, `scratch` is this thread's for `write_features`; all arguments after it
+    are `Outputs`. `metrics`, (E, METRICS), is written in rows whose episode ends. An action is an instance's slot, or N
+    for none; anything else is illegal.
 
     Returns:
         Number of rows whose episode ended; -1 - row where a row got into a state that no decision ends.
     """
+    s = handles[0]
     ended = 0
     now = np.empty(cluster.COSTS)
     none = instances.shape[1]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fleetpilot.cluster.batch import ClusterBatch
 from fleetpilot.envs.kernel import Outputs, step_rows
 from fleetpilot.fleet.features import feature_scratch
+from fleetpilot.fleet.jit import UNCOMPILED
 
 Job = tuple[NDArray[np.int64], NDArray[np.bool_], Outputs]
 
@@ -21,7 +22,8 @@ class _Part:
 
     def __init__(self, first: int, last: int, cluster: ClusterBatch, fixed: tuple[Any, ...]):
         view, scratch = cluster.view, feature_scratch(cluster.size.instances)
-        self._rows = cluster.handle, first, last
+        handles = (cluster.handle,) if UNCOMPILED else np.array([cluster.handle])
+        self._rows = handles, first, last
         self._fixed: tuple[Any, ...] = *fixed, view.instances, view.request, view.fleet, scratch
 
     def step(self, job: Job) -> int:
@@ -52,15 +54,23 @@ class Stepper:
     Args:
         cluster: the batch.
         episodes: (E,) `EPISODE`.
+        metrics: (E, METRICS), written in rows whose episode ends.
         weights: of the reward's components.
         threads: this one included; no more than rows are used.
     """
 
-    def __init__(self, cluster: ClusterBatch, episodes: NDArray[np.void], weights: NDArray[np.float64], threads: int):
+    def __init__(
+        self,
+        cluster: ClusterBatch,
+        episodes: NDArray[np.void],
+        metrics: NDArray[np.float64],
+        weights: NDArray[np.float64],
+        threads: int,
+    ):
         rows = len(episodes)
         threads = min(threads, rows)
         edges = [rows * part // threads for part in range(threads + 1)]
-        parts = [_Part(edges[k], edges[k + 1], cluster, (episodes, weights)) for k in range(threads)]
+        parts = [_Part(edges[k], edges[k + 1], cluster, (episodes, metrics, weights)) for k in range(threads)]
         self._own = parts[0]
         self._workers = [_Worker(part) for part in parts[1:]]
 
@@ -73,10 +83,13 @@ class Stepper:
         job = actions, skip, out
         for worker in self._workers:
             worker.jobs.put(job)
-        ended = [self._own.step(job), *(worker.results.get() for worker in self._workers)]
-        if min(ended) < 0:
-            raise RuntimeError(f"row {-1 - min(ended)}: requests are in the system and no event is due")
-        return sum(ended)
+        ended = self._own.step(job)
+        for worker in self._workers:
+            result = worker.results.get()
+            ended = ended + result if min(ended, result) >= 0 else min(ended, result)
+        if ended < 0:
+            raise RuntimeError(f"row {-1 - ended}: requests are in the system and no event is due")
+        return ended
 
     def close(self) -> None:
         """End the threads."""

@@ -129,10 +129,13 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self._episodes["max_steps"] = np.iinfo(np.int64).max if max_episode_steps is None else max_episode_steps
         self._loaded = np.zeros(num_envs, np.bool_)
         self._ended = np.ones(num_envs, np.bool_)
+        self._any_ended = True
         self._generators: list[np.random.Generator | None] = [None] * num_envs
         self._seeds = [-1] * num_envs
         self._chosen: NDArray[Any] = np.full(num_envs, instances)  # last actions, for pictures
-        self._stepper = Stepper(self._cluster, self._episodes, self.scenario.reward.array(), threads)
+        self._metrics = np.zeros((num_envs, len(METRICS)))
+        weights = self.scenario.reward.array()
+        self._stepper = Stepper(self._cluster, self._episodes, self._metrics, weights, threads)
 
     # --- Gymnasium ---------------------------------------------------------------------------------------------------
 
@@ -185,7 +188,8 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
                 f"actions: got {actions.dtype} of shape {actions.shape}, expected integers of ({self.num_envs},)"
             )
         starting = self._ended
-        if starting.any() and (self.autoreset_mode is not AutoresetMode.NEXT_STEP or not self._loaded.all()):
+        any_starting = self._any_ended
+        if any_starting and (self.autoreset_mode is not AutoresetMode.NEXT_STEP or not self._loaded.all()):
             raise ResetNeeded(f"rows {np.flatnonzero(starting).tolist()} have no episode to step: reset them first")
         self._chosen = actions
         out = outputs(*self._shape)
@@ -193,7 +197,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         observations = _observations(out)
         stepped = ~starting
         infos = _step_infos(out, stepped)
-        if starting.any():
+        if any_starting:
             rows = np.flatnonzero(starting)
             for array in (out.rewards, out.terminated, out.truncated, out.dt_s, out.invalid_actions, out.components):
                 array[rows] = 0
@@ -205,10 +209,11 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
     def _end(self, out: Outputs, observations: Observations, infos: Infos) -> None:
         """Episodes ended: their metrics, and the next episodes in mode SAME_STEP."""
         ended = out.terminated | out.truncated
-        infos["episode_metrics"] = {name: out.metrics[:, k].copy() for k, name in enumerate(METRICS)}
+        metrics = np.where(ended[:, None], self._metrics, 0.0)
+        infos["episode_metrics"] = {name: metrics[:, k].copy() for k, name in enumerate(METRICS)}
         infos["episode_metrics"] |= {f"_{name}": ended.copy() for name in METRICS}
         infos["_episode_metrics"] = ended.copy()
-        self._ended = ended
+        self._ended, self._any_ended = ended, True
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
             return
         final_info = dict(infos)
@@ -269,6 +274,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self._cluster.restore(saved.clusters)
         self._episodes[...] = saved.episodes
         self._loaded, self._ended = saved.loaded.copy(), saved.ended.copy()
+        self._any_ended = bool(self._ended.any())
         for row, state in enumerate(saved.generators):
             self._generator(row).bit_generator.state = state
         return features(self._cluster.view)
@@ -326,6 +332,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         begun = np.zeros(self.num_envs, np.bool_)
         begun[rows] = True
         self._ended = self._ended & ~begun
+        self._any_ended = bool(self._ended.any())
         infos["parameters"] = {}
         infos["_parameters"] = begun
         for name in parameters[0]:

@@ -637,10 +637,17 @@ def _list_traces() -> list[tuple[str, ...]]:
     return [(name, source.format, source.licence, source.attribution) for name, source in SOURCES.items()]
 
 
+def _list_scenarios() -> list[tuple[str, ...]]:
+    from fleetpilot.envs.scenarios import scenario_rows
+
+    return list(scenario_rows())
+
+
 _LISTS: dict[str, Callable[[], list[tuple[str, ...]]]] = {
     "policies": _list_policies,
     "profiles": _list_profiles,
     "workloads": _list_workloads,
     "traces": _list_traces,
+    "scenarios": _list_scenarios,
     "experiments": _list_experiments,
 }

@@ -305,7 +305,7 @@ FAULTS = (
     Fault(
         "tokens of the leap in progress are not streamed yet",
         TELEMETRY,
-        "view.streamed_tokens += (steps_before(inst, engine, now_s) - inst.steps) * inst.decodes",
+        "view.streamed_tokens += (steps - inst.steps) * inst.decodes",
         "view.streamed_tokens += 0",
     ),
     Fault(
