@@ -399,3 +399,8 @@ def test_help_and_errors_load_nothing_heavy() -> None:
     code = "import sys; from fleetpilot.cli import main\ntry: main(['--help'])\nexcept SystemExit: print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"numpy", "numba", "scipy", "matplotlib", "pyarrow", "fleetpilot.cluster"} & set(loaded)
+
+
+def test_an_experiment_takes_no_other_setup(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--experiment", "llumnix-motivation", "--segments", "3"]) == 2
+    assert "--segments 3: expected none, an experiment sets its own" in capsys.readouterr().err

@@ -485,6 +485,11 @@ def _experiment(arguments: argparse.Namespace, out: Path) -> int:
     from fleetpilot.evaluation.tables import markdown, plain
 
     experiment = load_experiment(_known("experiment", arguments.experiment, EXPERIMENTS))
+    fixed = {"experiment", "out", "workers", "run"}
+    defaults = vars(_parser().parse_args(["evaluate"]))
+    for name, value in vars(arguments).items():
+        if name not in fixed and value != defaults.get(name, value):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected none, an experiment sets its own")
     tables = experiment.run(out, workers=arguments.workers)
     (out / "report.md").write_text("\n".join(map(markdown, tables)))
     stderr_line("")
