@@ -46,6 +46,7 @@ from fleetpilot.cluster.state import (
     STUCK,
 )
 from fleetpilot.cluster.telemetry import (
+    clock_s,
     count_gaps,
     fill_view,
     itl_bin,
@@ -108,7 +109,7 @@ def _start(s: Any, env: Any, g: int, time_s: float) -> None:
 
 
 @inlined
-def _account_decodes(s: Any, inst: Any, engine: Any, steps: int, time_s: float) -> None:
+def _account_decodes(s: Any, env: Any, inst: Any, engine: Any, steps: int, time_s: float) -> None:
     """`steps` decode steps have ended: tokens, blocks, gaps."""
     decodes = inst.decodes_in_leap
     if steps > 1:
@@ -121,7 +122,7 @@ def _account_decodes(s: Any, inst: Any, engine: Any, steps: int, time_s: float) 
     inst.decode_steps += steps
     inst.decode_tokens += steps * decodes
     inst.streamed_tokens += steps * decodes
-    inst.generated_tokens += steps * decodes
+    env.generated_tokens += steps * decodes
     if inst.sitting_out < inst.in_batch:
         sit_out(s, inst, engine, previous_s)
 
@@ -178,11 +179,11 @@ def _sample_token(s: Any, env: Any, g: int, slot: Any, time_s: float) -> None:
     inst = instance_at(s, g)
     slot.generated += 1
     inst.streamed_tokens += 1
-    inst.generated_tokens += 1
+    env.generated_tokens += 1
     if not np.isnan(slot.preempted_s):
         loss_s = max(0.0, time_s - slot.preempted_s - slot.preempted_step_s)
         slot.preemption_loss_s += loss_s
-        inst.preemption_loss_s += loss_s
+        env.preemption_loss_s += loss_s
         if counts_at(s, 0).itl_bins > 0 and slot.started != 0:
             itl_at(s, itl_bin(time_s - slot.joined_s)).count += 1
         slot.preempted_s = np.nan
@@ -190,20 +191,24 @@ def _sample_token(s: Any, env: Any, g: int, slot: Any, time_s: float) -> None:
         slot.started = 1
         slot.first_token_s = time_s
         view = view_instance_at(s, g)
-        _tally_unstarted(inst, view, time_s)
+        _count_unstarted(env, -1, time_s)
         _leave_unstarted(s, inst, slot)
         ledger.on_first_token(view, slot.prompt_tokens, slot.indexed_match_tokens)
         _update_head(s, inst, view)
         if time_s - slot.arrival_s > slot.ttft_target_s and slot.missed == 0:
             slot.missed = 1
-            inst.misses += 1
+            env.misses += 1
 
 
 @inlined
-def _tally_unstarted(inst: Any, view: Any, time_s: float) -> None:
-    """Before the number of unstarted requests changes: the time that they have waited."""
-    inst.unstarted_area_s += view.unstarted * (time_s - inst.unstarted_since_s)
-    inst.unstarted_since_s = time_s
+def _count_unstarted(env: Any, change: int, time_s: float) -> None:
+    """Requests without a first token become more or fewer: add up what they have waited.
+
+    Instances run one after the other, so time may go back; the sum, linear in it, is right all the same.
+    """
+    env.unstarted_area_s += env.unstarted * (time_s - env.unstarted_since_s)
+    env.unstarted_since_s = time_s
+    env.unstarted += change
 
 
 @inlined
@@ -236,6 +241,7 @@ def _update_head(s: Any, inst: Any, view: Any) -> None:
         view.head_prompt_blocks = 0.0
     else:
         view.head_prompt_blocks = np.ceil(slot_at(s, inst.unstarted_head).prompt_tokens / view.block_size)
+    ledger.stock_load(view)
 
 
 @kernel
@@ -273,17 +279,19 @@ def _finish(s: Any, e: int, g: int, index: int, time_s: float) -> None:
     computed = leave_decodes(s, inst, engine, slot)
     release(s, inst, engine, index, computed, (computed + engine.block_size - 1) // engine.block_size, False)
     inst.streamed_tokens -= slot.output_tokens
+    view = view_instance_at(s, g)
     ledger.on_end(
-        view_instance_at(s, g),
+        view,
         slot.prompt_tokens,
         slot.predicted_output_tokens,
         slot.indexed_match_tokens,
         slot.output_tokens,
     )
+    ledger.stock_load(view)
     late = slot.output_tokens > 1 and time_s - slot.first_token_s > slot.tpot_target_s * (slot.output_tokens - 1)
     if late and slot.missed == 0:
-        inst.misses += 1
-    inst.finished += 1
+        env.misses += 1
+    env.finished += 1
     if env.track_log != 0:
         _log(s, env, index, FINISHED, time_s)
     child = slot.first_child
@@ -338,7 +346,7 @@ def boundary(s: Any, e: int, g: int, time_s: float) -> None:
         inst.busy_s += time_s - step_end_s(inst, engine, inst.steps)
         inst.iterations += steps
         if inst.decodes_in_leap > 0:
-            _account_decodes(s, inst, engine, steps, time_s)
+            _account_decodes(s, env, inst, engine, steps, time_s)
         if inst.doing == MIXED:
             _end_prefill(s, env, g, time_s)
         inst.steps = inst.planned
@@ -376,8 +384,11 @@ def _run_instances(s: Any, e: int, until_s: float) -> bool:
                 g += 1
         if next_at(s, g).time_s >= until_s:
             return True
-        boundary(s, e, g, next_at(s, g).time_s)
+        time_s = next_at(s, g).time_s
+        boundary(s, e, g, time_s)
         if coupled and env.active != active:
+            env.completion_s = time_s
+            env.completion_instance = g
             return False
 
 
@@ -416,6 +427,7 @@ def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     slot = slot_at(s, index)
     env.free_slot = slot.next
     env.active += 1
+    _count_unstarted(env, 1, time_s)
     slot.row = env.row_base + row_index
     slot.arrival_s = time_s
     slot.dispatch_s = np.nan
@@ -519,19 +531,12 @@ def advance(s: Any, e: int) -> int:
             env.time_s = sample_s
 
 
-@inlined
-def _tally_held(env: Any, time_s: float) -> None:
-    env.held_area_s += env.held * (time_s - env.held_since_s)
-    env.held_since_s = time_s
-
-
 @kernel
 def _hold(s: Any, env: Any) -> None:
     """Keep the request at the dispatcher."""
     index = env.decision_slot
     slot = slot_at(s, index)
     if env.decision_held == 0:
-        _tally_held(env, env.time_s)
         slot.next = NIL
         if env.held == 0:
             env.held_head = index
@@ -546,7 +551,6 @@ def _hold(s: Any, env: Any) -> None:
 @kernel
 def _unhold(s: Any, env: Any) -> None:
     """The head of the held queue is dispatched; the next is asked at once."""
-    _tally_held(env, env.time_s)
     env.held_head = slot_at(s, env.held_head).next
     env.held -= 1
     env.next_hold_s = env.time_s
@@ -599,7 +603,6 @@ def _dispatch(s: Any, env: Any, index: int, g: int) -> None:
     slot.instance = g
     env.held_s += time_s - slot.arrival_s
     inst.dispatched += 1
-    _tally_unstarted(inst, view, time_s)
     _enter_unstarted(s, inst, index)
     slot.indexed_match_tokens = view.matched_tokens
     ledger.on_dispatch(view, slot.prompt_tokens, slot.predicted_output_tokens, view.matched_tokens)
@@ -620,7 +623,7 @@ def _dispatch(s: Any, env: Any, index: int, g: int) -> None:
     if inst.doing == IDLE:
         next_at(s, g).time_s = time_s
     elif inst.doing == DECODE and inst.head == index:
-        boundary_step = steps_before(inst, engine, time_s) + 1
+        boundary_step = steps_before(inst, engine, clock_s(env, g)) + 1
         if boundary_step < inst.planned:
             inst.planned = boundary_step
             next_at(s, g).time_s = step_end_s(inst, engine, boundary_step)
@@ -677,18 +680,11 @@ def costs(s: Any, e: int, out: Any) -> None:
     """
     env = env_at(s, e)
     now_s = env.time_s
-    out[0] = env.held_area_s + env.held * (now_s - env.held_since_s)
+    out[0] = env.unstarted_area_s + env.unstarted * (now_s - env.unstarted_since_s)
     out[1] = env.misses
-    out[2] = 0.0
-    out[3] = 0.0
-    out[4] = 0.0
-    for g in range(env.instance0, env.instance0 + env.instances):
-        inst = instance_at(s, g)
-        out[0] += inst.unstarted_area_s + view_instance_at(s, g).unstarted * (now_s - inst.unstarted_since_s)
-        out[1] += inst.misses
-        out[2] += inst.preemption_loss_s
-        out[3] += inst.finished
-        out[4] += inst.generated_tokens
+    out[2] = env.preemption_loss_s
+    out[3] = env.finished
+    out[4] = env.generated_tokens
     out[5] = out[3] + env.active
     out[6] = now_s
 

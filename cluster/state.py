@@ -17,7 +17,7 @@ from fleetpilot.fleet.cost_model import COST
 from fleetpilot.fleet.view import FLEET_VIEW, INSTANCE_VIEW, REQUEST_VIEW
 
 NIL = -1
-NEVER = np.iinfo(np.int64).max
+NEVER = np.iinfo(np.int32).max
 
 MODE_CHUNKED, MODE_PREFILL_FIRST = range(2)
 IDLE, DECODE, MIXED = range(3)
@@ -103,7 +103,7 @@ SLOT = np.dtype(  # a request between its arrival and its end; in the order of u
     align=True,
 )
 
-BATCH_ENTRY = np.dtype([("finish_step", "i8"), ("slot", "i8")], align=True)
+BATCH_ENTRY = np.dtype([("finish_step", "i4"), ("slot", "i4")], align=True)
 
 RESIDENCY = np.dtype(  # of one node on one instance
     [
@@ -191,13 +191,6 @@ INSTANCE = np.dtype(
         ("prefix_queries_tokens", "i8"),
         ("prefix_hits_tokens", "i8"),
         ("dispatched", "i4"),
-        # costs since the start, for rewards
-        ("unstarted_area_s", "f8"),
-        ("unstarted_since_s", "f8"),
-        ("preemption_loss_s", "f8"),
-        ("misses", "i4"),
-        ("finished", "i4"),
-        ("generated_tokens", "i8"),
     ],
     align=True,
 )
@@ -234,6 +227,8 @@ ENV = np.dtype(
         ("more_rows", "i8"),  # 1: ask for more instead of ending
         ("released", "i8"),  # entries in the heap of released turns
         ("closed_loop", "i8"),
+        ("completion_s", "f8"),  # the last boundary that may have brought a decision forward
+        ("completion_instance", "i8"),
         ("nodes", "i8"),
         ("free_slot", "i8"),  # list of slots that were used and are free again
         ("used_slots", "i8"),  # slots that were ever used: the first ones
@@ -251,10 +246,15 @@ ENV = np.dtype(
         ("forced", "i8"),
         ("invalid", "i8"),
         ("held_s", "f8"),
-        ("held_area_s", "f8"),
-        ("held_since_s", "f8"),
         ("deadlines", "i8"),  # entries in the heap of first-token targets
-        ("misses", "i8"),  # targets for the first token that passed without one
+        # costs since the start, for rewards
+        ("unstarted", "i8"),  # requests without a first token
+        ("unstarted_since_s", "f8"),
+        ("unstarted_area_s", "f8"),  # what they and those before them had waited then
+        ("misses", "i8"),
+        ("preemption_loss_s", "f8"),
+        ("finished", "i8"),
+        ("generated_tokens", "i8"),
         # configuration
         ("seed", "u8"),
         ("leap", "i8"),

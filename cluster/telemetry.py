@@ -66,6 +66,17 @@ def steps_before(inst: Any, engine: Any, time_s: float) -> int:
     return steps
 
 
+@inlined
+def clock_s(env: Any, g: int) -> float:
+    """The time of the decision, or just after it for an instance whose boundary at that time has been.
+
+    It has where a completion of that time brought the decision forward: boundaries of equal times go by instance.
+    """
+    if env.time_s == env.completion_s and g <= env.completion_instance:
+        return np.nextafter(env.time_s, np.inf)  # type: ignore[no-any-return]
+    return env.time_s  # type: ignore[no-any-return]
+
+
 @kernel
 def used_blocks(s: Any, inst: Any, engine: Any, time_s: float) -> int:
     """Blocks in use at a time between the last boundary and the next, those of the iteration in progress included."""
@@ -118,6 +129,7 @@ def _see_poll(s: Any, inst: Any, engine: Any, view: Any, visible: int) -> None:
     view.preemptions = poll.preemptions
     view.prefix_queries_tokens = poll.prefix_queries_tokens
     view.prefix_hits_tokens = poll.prefix_hits_tokens
+    stock_load(view)
 
 
 @inlined
@@ -161,20 +173,17 @@ def fill_view(s: Any, e: int) -> None:
     age_s = now_s - (visible - 1) * env.poll_interval_s if visible > 0 else np.inf
     for i in range(env.instances):
         g = env.instance0 + i
-        inst = instance_at(s, g)
-        engine = engine_at(s, g)
-        view = view_instance_at(s, g)
+        inst, engine, view = instance_at(s, g), engine_at(s, g), view_instance_at(s, g)
         if taken != env.polls_taken:
             record_polls(s, inst, engine, env, now_s)
         if visible != env.polls_visible:
             _see_poll(s, inst, engine, view, visible)
         view.poll_age_s = age_s
-        if now_s > next_at(s, g).streamed_until_s:
-            _see_tokens(s, g, inst, engine, view, now_s)
+        seen_s = clock_s(env, g)
+        if seen_s > next_at(s, g).streamed_until_s:
+            _see_tokens(s, g, inst, engine, view, seen_s)
         if env.engine_reported != 0:
-            _true_load(s, inst, engine, view, now_s)
-        else:
-            stock_load(view)
+            _true_load(s, inst, engine, view, seen_s)
         if shared:
             view.matched_tokens = prefix_index.match(
                 indexed_array(s, inst.residency0 + env.nodes),

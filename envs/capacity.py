@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.fleet.profiles import HardwareProfile
+from fleetpilot.cluster.state import MODE_CHUNKED
+from fleetpilot.fleet.cost_model import base_time_s
+from fleetpilot.fleet.jit import inlined, kernel
 from fleetpilot.workloads.table import RequestTable
 
 
-def capacity_rps(profile: HardwareProfile, table: RequestTable, instances: int = 1) -> float:
+def capacity_rps(engine: NDArray[np.void], table: RequestTable, instances: int = 1) -> float:
     """Requests per second that each instance of a fleet finishes with a full batch of such requests, without end.
 
     Little's law, in iterations. A batch of B decodes finishes B / E[output] requests per iteration, so as many are
@@ -20,50 +24,68 @@ def capacity_rps(profile: HardwareProfile, table: RequestTable, instances: int =
     dispatch as good as it gets.
 
     Preemptions and the unevenness of prefill are left out. Against the simulator (one instance, a backlog that never
-    ends) it is within 10 %: tests/envs/test_capacity.py.
+    ends) it is within 10 %, with a factor for memory that answers of very different lengths fight for:
+    tests/envs/test_episodes.py.
 
     Args:
-        profile: of the instance.
+        engine: the `ENGINE` record of the instances.
         table: requests; only their lengths and shared prefixes count.
         instances: that the shared prefixes are spread over.
     """
-    prompt, output = table.prompt_tokens.astype(np.float64), table.output_tokens.astype(np.float64)
-    cached, shared_tokens = _shared(profile, table)
-    mean_output = float(output.mean())
-    own = prompt - cached
-    own_tokens = float((output * (own + output / 2)).mean()) / mean_output + profile.block_size / 2
-    context_tokens = own_tokens + float((output * cached).mean()) / mean_output
-    kv_tokens = (profile.kv_blocks - profile.watermark_blocks) * profile.block_size
-    apart = kv_tokens / (own_tokens + float(cached.mean()))
+    columns = table.prompt_tokens, table.output_tokens, table.prefix_node, table.node_parent, table.node_end_tokens
+    return float(_capacity_rps(engine.reshape(1).view(np.recarray), *columns, instances))
+
+
+@kernel
+def _capacity_rps(
+    engines: Any,
+    prompt_tokens: Any,
+    output_tokens: Any,
+    prefix_node: Any,
+    node_parent: Any,
+    node_end_tokens: Any,
+    instances: int,
+) -> float:
+    engine = engines[0]
+    size = engine.block_size
+    used = np.zeros(len(node_end_tokens), np.bool_)
+    output = own = cached = attention = output_x_own = output_x_cached = 0.0
+    n = len(prompt_tokens)
+    for i in range(n):
+        hit = 0
+        if engine.prefix_cache != 0 and prefix_node[i] >= 0:
+            used[prefix_node[i]] = True
+            hit = min(node_end_tokens[prefix_node[i]], prompt_tokens[i] - 1) // size * size
+        rest = prompt_tokens[i] - hit
+        output += output_tokens[i]
+        own += rest
+        cached += hit
+        attention += rest * (hit + rest / 2)
+        output_x_own += output_tokens[i] * (rest + output_tokens[i] / 2)
+        output_x_cached += output_tokens[i] * hit
+    shared_tokens = 0.0
+    for node in range(len(used)):
+        if used[node]:
+            parent = node_parent[node]
+            shared_tokens += node_end_tokens[node] - (node_end_tokens[parent] if parent >= 0 else 0)
+    own_tokens = output_x_own / output + size / 2
+    kv_tokens = (engine.kv_blocks - engine.watermark_blocks) * size
+    apart = kv_tokens / (own_tokens + cached / n)
     together = (kv_tokens - shared_tokens / instances) / own_tokens
-    batch = min(profile.max_num_seqs, max(apart, together, 1.0))
-    finished = batch / mean_output  # per decode step
-    prefill_tokens = float(own.mean())
-    attention = float((own * (cached + own / 2)).mean())
-    decodes = batch * context_tokens
-    if profile.scheduler == "chunked":
-        step_s = _iteration_s(profile, finished * prefill_tokens, finished * attention, batch, decodes)
+    batch = min(float(engine.max_num_seqs), max(apart, together, 1.0))
+    finished = batch * n / output  # per decode step
+    context_tokens = batch * (own_tokens + output_x_cached / output)
+    if engine.mode == MODE_CHUNKED:
+        step_s = _iteration_s(engine.cost, finished * own / n, finished * attention / n, batch, context_tokens)
     else:  # an iteration of its own for every prefill, or for all that fall to one decode step
         prefills = min(finished, 1.0)
         at_once = finished / prefills
-        step_s = _iteration_s(profile, 0.0, 0.0, batch, decodes)
-        step_s += prefills * _iteration_s(profile, at_once * prefill_tokens, at_once * attention, 0.0, 0.0)
+        step_s = _iteration_s(engine.cost, 0.0, 0.0, batch, context_tokens)
+        step_s += prefills * _iteration_s(engine.cost, at_once * own / n, at_once * attention / n, 0.0, 0.0)
     return finished / step_s
 
 
-def _shared(profile: HardwareProfile, table: RequestTable) -> tuple[NDArray[np.float64], float]:
-    """(n,) tokens of each prompt that the prefix cache holds, and the tokens of all that is shared."""
-    if not profile.prefix_cache or len(table.node_end_tokens) == 0:
-        return np.zeros(len(table)), 0.0
-    ends = np.append(table.node_end_tokens, 0)
-    size = profile.block_size
-    cached = np.minimum(ends[table.prefix_node], table.prompt_tokens - 1) // size * size
-    used = np.bincount(table.prefix_node + 1, minlength=len(ends))[1:] > 0
-    lengths = ends[:-1] - ends[table.node_parent]
-    return cached.astype(np.float64), float(lengths[used].sum())
-
-
-def _iteration_s(
-    profile: HardwareProfile, prefill_tokens: float, attention_tokens2: float, decodes: float, kv_tokens: float
-) -> float:
-    return profile.iteration_s(prefill_tokens, attention_tokens2, decodes, kv_tokens)  # type: ignore[arg-type]
+@inlined
+def _iteration_s(cost: Any, prefill_tokens: float, attention_tokens2: float, decodes: float, kv_tokens: float) -> float:
+    """Time of one iteration; counts are means here, so they need not be whole."""
+    return base_time_s(cost, prefill_tokens, attention_tokens2, decodes) + cost.e_s * kv_tokens  # type: ignore[arg-type, no-any-return]

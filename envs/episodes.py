@@ -197,8 +197,10 @@ class Scenario:
         table = self.requests.draw(
             int(warmup) + max(1, round(scored * length)), values, np.random.default_rng(requests_seed)
         )
-        hardware = self._hardware_with(1.0 + values["hardware_error"] * errors)
-        rate_rps = values["load"] * instances * self.capacity_factor * capacity_rps(hardware, table, instances)
+        engine = engine_record(self.hardware)
+        for name, error in zip(_COEFFICIENTS, errors.tolist(), strict=True):
+            engine["cost"][name] *= 1.0 + values["hardware_error"] * error
+        rate_rps = values["load"] * instances * self.capacity_factor * capacity_rps(engine, table, instances)
         fleet = FleetConfig.of(
             self.hardware,
             instances,
@@ -212,16 +214,12 @@ class Scenario:
         return Episode(
             parameters={**values, "rate_rps": rate_rps},
             fleet=fleet,
-            engines=np.repeat(engine_record(hardware), instances),
+            engines=np.repeat(engine, instances),
             rows=rows,
             nodes=node_records(table),
             seed=seed,
             warmup_s=_warmup_s(rows["arrival_s"], int(warmup)),
         )
-
-    def _hardware_with(self, factors: NDArray[np.float64]) -> HardwareProfile:
-        changes = zip(_COEFFICIENTS, factors.tolist(), strict=True)
-        return self.hardware.replace(**{name: getattr(self.hardware, name) * factor for name, factor in changes})
 
     def pins(self, options: Mapping[str, object], limits: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         """The parameters that options of a reset pin.

@@ -115,7 +115,9 @@ def begin_rows(
         episode.at_risk = cluster.unmissed(s, e)
         episode.steps = 0
         episode.total_reward = 0.0
-        write_features(instances, request, fleet, e, out_instances, out_request, out_fleet, out_kind, out_mask, scratch)
+        write_features(
+            instances, request, fleet, e, e + 1, out_instances, out_request, out_fleet, out_kind, out_mask, scratch
+        )
     return 0
 
 
@@ -211,5 +213,7 @@ def step_rows(
         if terminated[e] or truncated[e]:
             _write_metrics(s, e, episode, metrics[e])
             ended += 1
-        write_features(instances, request, fleet, e, out_instances, out_request, out_fleet, out_kind, out_mask, scratch)
+    write_features(
+        instances, request, fleet, first, last, out_instances, out_request, out_fleet, out_kind, out_mask, scratch
+    )
     return ended

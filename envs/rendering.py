@@ -114,8 +114,8 @@ def snapshot(batch: ClusterBatch, e: int, *, chosen: int | None = None) -> Snaps
         instances=tuple(_instance(batch, g, env["time_s"]) for g in range(these.start, these.stop)),
         held=held,
         chosen=chosen,
-        finished=int(state.instance["finished"][these].sum()),
-        missed=int(env["misses"] + state.instance["misses"][these].sum()),
+        finished=int(env["finished"]),
+        missed=int(env["misses"]),
         slo_classes=int(env["classes"]),
     )
 

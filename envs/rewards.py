@@ -12,6 +12,7 @@ component               cost, since the previous decision                       
 ``instance_cost``       instances x seconds                                                          0 per s
 ======================  ===========================================================================  ==========
 
+A target for the first token passes at its time, one for the time per token is missed at the last token.
 ``instance_cost`` weighs nothing by default because the fleet is fixed where only dispatch is decided.
 
 Example: 16 instances, 20 ms since the previous decision. In that time three requests were waiting throughout and a

@@ -34,6 +34,7 @@ from fleetpilot.fleet.features import (
     feature_scratch,
     features,
 )
+from fleetpilot.fleet.jit import UNCOMPILED
 
 Observations = dict[str, NDArray[np.float32]]
 Infos = dict[str, Any]
@@ -125,7 +126,9 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self._limits = self.scenario.limits(instances)
         self._warm_up: Any = load_policy(self.scenario.warm_up)
         self._cluster = ClusterBatch(self.scenario.size(num_envs, instances))
-        self._episodes = np.zeros(num_envs, EPISODE)
+        self._episodes: NDArray[np.void] = np.zeros(num_envs, EPISODE)
+        if UNCOMPILED:
+            self._episodes = self._episodes.view(np.recarray)
         self._episodes["max_steps"] = np.iinfo(np.int64).max if max_episode_steps is None else max_episode_steps
         self._loaded = np.zeros(num_envs, np.bool_)
         self._ended = np.ones(num_envs, np.bool_)

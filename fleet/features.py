@@ -233,6 +233,8 @@ FLEET_FEATURES: tuple[Feature, ...] = (
 
 _F, _R, _G, _K = len(INSTANCE_FEATURES), len(REQUEST_FEATURES), len(FLEET_FEATURES), len(KINDS)
 _RANKED = 3
+_LOW, _HIGH = (np.array([getattr(f, end) for f in INSTANCE_FEATURES], np.float32) for end in ("low", "high"))
+_NEVER_S = 1e9  # in place of an infinite age
 
 
 def sources(formula: str) -> tuple[str, ...]:
@@ -283,9 +285,9 @@ def feature_arrays(batch: int, instances: int) -> FeatureArrays:
     )
 
 
-def feature_scratch(instances: int) -> NDArray[np.float32]:
-    """Room for the quantities that `write_features` compares between instances; one per thread."""
-    return np.empty((_RANKED, instances), np.float32)
+def feature_scratch(instances: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Room for `write_features`, one per thread: (N, F) denominators, and (2, 3, N) what is ranked, and the ranks."""
+    return np.ones((instances, _F), np.float32), np.empty((2, _RANKED, instances), np.float32)
 
 
 @kernel
@@ -300,22 +302,14 @@ def _write_rows(
     mask: Any,
     scratch: Any,
 ) -> None:
-    for row in range(len(view_request)):
-        write_features(view_instances, view_request, view_fleet, row, instances, request, fleet, kind, mask, scratch)
+    write_features(
+        view_instances, view_request, view_fleet, 0, len(view_request), instances, request, fleet, kind, mask, scratch
+    )
 
 
 @inlined
 def _clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
-
-
-@inlined
-def _reciprocals(a: float, b: float, c: float, d: float) -> tuple[float, float, float, float]:
-    """1/a, 1/b, 1/c and 1/d for the price of one division, which is what this module's time goes into."""
-    ab, cd = a * b, c * d
-    all_four = 1.0 / (ab * cd)
-    per_ab, per_cd = all_four * cd, all_four * ab
-    return per_ab * b, per_ab * a, per_cd * d, per_cd * c
 
 
 @inlined
@@ -329,11 +323,26 @@ def _ratio(value: float, over: float) -> float:
 
 
 @inlined
+def _rank(ranked: Any, mask: Any, row: int, count: int) -> None:
+    """For each of the ranked quantities and instances: how many candidates have less."""
+    ranked[1] = 0.0
+    for other in range(count):
+        a, b, c = ranked[0, 0, other], ranked[0, 1, other], ranked[0, 2, other]
+        one = mask[row, other]
+        none = np.float32(0.0)
+        for k in range(count):  # all three at once: each waits for its own last sum
+            ranked[1, 0, k] += one if a < ranked[0, 0, k] else none
+            ranked[1, 1, k] += one if b < ranked[0, 1, k] else none
+            ranked[1, 2, k] += one if c < ranked[0, 2, k] else none
+
+
+@inlined
 def write_features(
     view_instances: Any,
     view_request: Any,
     view_fleet: Any,
-    row: int,
+    first: int,
+    last: int,
     instances: Any,
     request: Any,
     fleet: Any,
@@ -341,129 +350,132 @@ def write_features(
     mask: Any,
     scratch: Any,
 ) -> None:
-    """Write the features of one row of a view.
+    """Write the features of the rows from `first` to before `last` of a view.
 
     Args:
         view_instances: (B, N) records of `INSTANCE_VIEW`.
         view_request: (B,) records of `REQUEST_VIEW`.
         view_fleet: (B,) records of `FLEET_VIEW`.
-        row: which.
-        instances: (B, N, F) written at `row`, as all that follow.
+        first: row.
+        last: row.
+        instances: (B, N, F) written in these rows, as all that follow.
         request: (B, R).
         fleet: (B, G).
         kind: (B, K).
         mask: (B, N + 1).
-        scratch: (3, N) of the caller's thread.
+        scratch: `feature_scratch` of the caller's thread.
     """
     count = view_instances.shape[1]
-    r = view_request[row]
-    f = view_fleet[row]
-    per_ttft = 1.0 / r.ttft_target_s
-    per_tpot = 1.0 / r.tpot_target_s
-    per_prompt = 1.0 / max(r.prompt_tokens, 1.0)
-    candidates = 0
-    sum_kv = sum_load = sum_free = sum_known = sum_step = sum_backlog = 0.0
-    most_load = blocked = 0.0
-    least_free = least_backlog = np.inf
-    for k in range(count):
-        i = view_instances[row, k]
-        scratch[0, k] = scratch[1, k] = scratch[2, k] = np.inf
-        mask[row, k] = i.candidate
-        if i.state == STATE_ABSENT:
+    over, ranked = scratch
+    for row in range(first, last):
+        r = view_request[row]
+        f = view_fleet[row]
+        per_ttft = 1.0 / r.ttft_target_s
+        per_tpot = 1.0 / r.tpot_target_s
+        per_prompt = 1.0 / max(r.prompt_tokens, 1.0)
+        candidates = 0
+        sum_kv = sum_load = sum_free = sum_known = sum_step = sum_backlog = 0.0
+        most_load = blocked = 0.0
+        least_free = least_backlog = np.inf
+        for k in range(count):
+            i = view_instances[row, k]
+            mask[row, k] = i.candidate
+            if i.state == STATE_ABSENT:
+                for j in range(_F):
+                    instances[row, k, j] = 0.0
+                continue
+            kv_tokens = i.kv_capacity_blocks * i.block_size
+            known_tokens = i.started_prompt_tokens + i.unstarted_prompt_tokens + i.streamed_tokens
+            rest_tokens = max(i.predicted_output_tokens - i.streamed_tokens, 0.0)
+            backlog_s = i.unstarted_uncached_tokens * i.prefill_s_per_token
+            prefill_s = (r.prompt_tokens - i.matched_tokens) * i.prefill_s_per_token
+            step_s = i.decode_step_s + i.decode_s_per_seq * i.batched
+            per_kv = 1.0 / kv_tokens
+            per_block = per_kv * i.block_size
+            free = i.free_blocks * per_block
+            known = known_tokens * per_kv
+            # numerators, below divided by denominators that are 1 where nothing else is written
+            instances[row, k, 0] = i.candidate
+            instances[row, k, 1] = free
+            instances[row, k, 2] = (i.free_blocks - i.queued_demand_blocks) * per_block
+            instances[row, k, 3] = i.head_demand_blocks
+            over[k, 3] = i.free_blocks + 1.0
+            instances[row, k, 4] = known
+            instances[row, k, 5] = (known_tokens + rest_tokens) * per_kv
+            instances[row, k, 6] = (r.prompt_tokens + r.predicted_output_tokens - i.matched_tokens) * per_kv
+            instances[row, k, 7] = i.batched
+            over[k, 7] = i.max_num_seqs
+            instances[row, k, 8] = step_s
+            over[k, 8] = step_s + 0.05
+            instances[row, k, 9] = step_s * per_tpot
+            instances[row, k, 10] = backlog_s
+            over[k, 10] = backlog_s + 0.5
+            instances[row, k, 11] = prefill_s
+            over[k, 11] = prefill_s + 0.5
+            instances[row, k, 12] = (r.waited_s + backlog_s + prefill_s + step_s) * per_ttft
+            instances[row, k, 13] = i.matched_tokens * per_prompt
+            instances[row, k, 14] = i.queued
+            over[k, 14] = max(i.in_flight, 1.0)
+            instances[row, k, 15] = i.waiting
+            over[k, 15] = max(i.running + i.waiting, 1.0)
+            poll_age_s = min(i.poll_age_s, _NEVER_S)
+            instances[row, k, 16] = poll_age_s
+            over[k, 16] = poll_age_s + 0.5
+            instances[row, k, 17] = 1024.0 * i.prefill_s_per_token
+            over[k, 17] = 1024.0 * i.prefill_s_per_token + 0.1
+            instances[row, k, 18] = i.decode_step_s
+            over[k, 18] = i.decode_step_s + 0.02
+            instances[row, k, 19] = kv_tokens  # these two until all instances are known
+            instances[row, k, 20] = i.in_flight
+            ranked[0, 0, k] = i.in_flight
+            ranked[0, 1, k] = backlog_s
+            ranked[0, 2, k] = known
+            if i.candidate != 0:
+                candidates += 1
+                sum_kv += kv_tokens
+                sum_load += i.in_flight
+                sum_free += free
+                sum_known += known
+                sum_step += step_s
+                sum_backlog += backlog_s
+                most_load = max(most_load, i.in_flight)
+                least_free = min(least_free, free)
+                least_backlog = min(least_backlog, backlog_s)
+                if i.head_demand_blocks > i.free_blocks:
+                    blocked += 1.0
+        per_candidate = 1.0 / max(candidates, 1)
+        per_mean_kv = _ratio(candidates, sum_kv)
+        per_mean_load = _ratio(candidates, sum_load)
+        _rank(ranked, mask, row, count)
+        for k in range(count):
+            if view_instances[row, k].state != STATE_ABSENT:
+                instances[row, k, 19] *= per_mean_kv
+                instances[row, k, 20] *= per_mean_load
+                for q in range(_RANKED):
+                    instances[row, k, 21 + q] = ranked[1, q, k] * per_candidate
+        for k in range(count):
             for j in range(_F):
-                instances[row, k, j] = 0.0
-            continue
-        kv_tokens = i.kv_capacity_blocks * i.block_size
-        known_tokens = i.started_prompt_tokens + i.unstarted_prompt_tokens + i.streamed_tokens
-        rest_tokens = max(i.predicted_output_tokens - i.streamed_tokens, 0.0)
-        backlog_s = i.unstarted_uncached_tokens * i.prefill_s_per_token
-        prefill_s = (r.prompt_tokens - i.matched_tokens) * i.prefill_s_per_token
-        step_s = i.decode_step_s + i.decode_s_per_seq * i.batched
-        per_kv, per_seq, per_free, per_step = _reciprocals(
-            kv_tokens, i.max_num_seqs, i.free_blocks + 1.0, 0.05 + step_s
-        )
-        per_backlog, per_prefill, per_flight, per_engine = _reciprocals(
-            0.5 + backlog_s, 0.5 + prefill_s, max(i.in_flight, 1.0), max(i.running + i.waiting, 1.0)
-        )
-        per_age, per_prefill_speed, per_decode_speed, _ = _reciprocals(
-            0.5 + min(i.poll_age_s, 1e9), 0.1 + 1024.0 * i.prefill_s_per_token, 0.02 + i.decode_step_s, 1.0
-        )
-        per_block = per_kv * i.block_size
-        free = _clip(i.free_blocks * per_block, 0.0, 1.0)
-        known = known_tokens * per_kv
-        instances[row, k, 0] = i.candidate
-        instances[row, k, 1] = free
-        instances[row, k, 2] = _clip((i.free_blocks - i.queued_demand_blocks) * per_block, -2.0, 1.0)
-        instances[row, k, 3] = _clip(i.head_demand_blocks * per_free, 0.0, 4.0)
-        instances[row, k, 4] = _clip(known, 0.0, 2.0)
-        instances[row, k, 5] = _clip((known_tokens + rest_tokens) * per_kv, 0.0, 4.0)
-        added_tokens = r.prompt_tokens + r.predicted_output_tokens - i.matched_tokens
-        instances[row, k, 6] = _clip(added_tokens * per_kv, 0.0, 2.0)
-        instances[row, k, 7] = _clip(i.batched * per_seq, 0.0, 1.0)
-        instances[row, k, 8] = step_s * per_step
-        instances[row, k, 9] = _clip(step_s * per_tpot, 0.0, 4.0)
-        instances[row, k, 10] = backlog_s * per_backlog
-        instances[row, k, 11] = prefill_s * per_prefill
-        instances[row, k, 12] = _clip((r.waited_s + backlog_s + prefill_s + step_s) * per_ttft, 0.0, 4.0)
-        instances[row, k, 13] = _clip(i.matched_tokens * per_prompt, 0.0, 1.0)
-        instances[row, k, 14] = _clip(i.queued * per_flight, 0.0, 1.0)
-        instances[row, k, 15] = i.waiting * per_engine
-        instances[row, k, 16] = 1.0 - 0.5 * per_age
-        instances[row, k, 17] = 1.0 - 0.1 * per_prefill_speed
-        instances[row, k, 18] = i.decode_step_s * per_decode_speed
-        instances[row, k, 19] = kv_tokens  # these five until all instances are known
-        instances[row, k, 20] = i.in_flight
-        instances[row, k, 21] = i.in_flight
-        instances[row, k, 22] = backlog_s
-        instances[row, k, 23] = known
-        if i.candidate != 0:
-            scratch[0, k] = i.in_flight
-            scratch[1, k] = backlog_s
-            scratch[2, k] = known
-            candidates += 1
-            sum_kv += kv_tokens
-            sum_load += i.in_flight
-            sum_free += free
-            sum_known += known
-            sum_step += step_s
-            sum_backlog += backlog_s
-            most_load = max(most_load, i.in_flight)
-            least_free = min(least_free, free)
-            least_backlog = min(least_backlog, backlog_s)
-            if i.head_demand_blocks > i.free_blocks:
-                blocked += 1.0
-    per_candidate = 1.0 / max(candidates, 1)
-    per_mean_kv = _ratio(candidates, sum_kv)
-    per_mean_load = _ratio(candidates, sum_load)
-    for k in range(count):
-        if view_instances[row, k].state != STATE_ABSENT:
-            instances[row, k, 19] = _clip(instances[row, k, 19] * per_mean_kv, 0.0, 4.0)
-            instances[row, k, 20] = _clip(instances[row, k, 20] * per_mean_load, 0.0, 4.0)
-            for ranked in range(_RANKED):
-                own = instances[row, k, 21 + ranked]
-                lower = 0
-                for other in range(count):
-                    lower += scratch[ranked, other] < own
-                instances[row, k, 21 + ranked] = lower * per_candidate
-    mask[row, count] = f.may_hold
-    request[row, 0] = _share(r.prompt_tokens, 1024.0)
-    request[row, 1] = _share(r.predicted_output_tokens, 256.0)
-    request[row, 2] = _clip(-r.priority, -1.0, 1.0)
-    request[row, 3] = 1.0 / (1.0 + r.ttft_target_s)
-    request[row, 4] = 0.05 / (0.05 + r.tpot_target_s)
-    request[row, 5] = _share(r.waited_s, 1.0)
-    request[row, 6] = _clip(r.waited_s * per_ttft, 0.0, 4.0)
-    request[row, 7] = _share(r.turn, 1.0)
-    fleet[row, 0] = f.may_hold
-    fleet[row, 1] = _clip(f.held * per_candidate, 0.0, 4.0)
-    fleet[row, 2] = sum_free * per_candidate
-    fleet[row, 3] = least_free if candidates > 0 else 0.0
-    fleet[row, 4] = _clip(sum_known * per_candidate, 0.0, 2.0)
-    fleet[row, 5] = _share(sum_step * per_candidate, 0.05)
-    fleet[row, 6] = _share(sum_backlog * per_candidate, 0.5)
-    fleet[row, 7] = _share(least_backlog, 0.5) if candidates > 0 else 0.0
-    fleet[row, 8] = blocked * per_candidate
-    fleet[row, 9] = _clip(most_load * per_mean_load, 0.0, 8.0)
-    fleet[row, 10] = f.engine_reported
-    for j in range(_K):
-        kind[row, j] = 1.0 if j == f.kind else 0.0
+                value = instances[row, k, j] / over[k, j]
+                instances[row, k, j] = min(max(value, _LOW[j]), _HIGH[j])
+        mask[row, count] = f.may_hold
+        request[row, 0] = _share(r.prompt_tokens, 1024.0)
+        request[row, 1] = _share(r.predicted_output_tokens, 256.0)
+        request[row, 2] = _clip(-r.priority, -1.0, 1.0)
+        request[row, 3] = 1.0 / (1.0 + r.ttft_target_s)
+        request[row, 4] = 0.05 / (0.05 + r.tpot_target_s)
+        request[row, 5] = _share(r.waited_s, 1.0)
+        request[row, 6] = _clip(r.waited_s * per_ttft, 0.0, 4.0)
+        request[row, 7] = _share(r.turn, 1.0)
+        fleet[row, 0] = f.may_hold
+        fleet[row, 1] = _clip(f.held * per_candidate, 0.0, 4.0)
+        fleet[row, 2] = sum_free * per_candidate
+        fleet[row, 3] = least_free if candidates > 0 else 0.0
+        fleet[row, 4] = _clip(sum_known * per_candidate, 0.0, 2.0)
+        fleet[row, 5] = _share(sum_step * per_candidate, 0.05)
+        fleet[row, 6] = _share(sum_backlog * per_candidate, 0.5)
+        fleet[row, 7] = _share(least_backlog, 0.5) if candidates > 0 else 0.0
+        fleet[row, 8] = blocked * per_candidate
+        fleet[row, 9] = _clip(most_load * per_mean_load, 0.0, 8.0)
+        fleet[row, 10] = f.engine_reported
+        for j in range(_K):
+            kind[row, j] = 1.0 if j == f.kind else 0.0

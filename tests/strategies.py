@@ -156,12 +156,14 @@ def cluster(pick: Pick) -> Cluster:
 
 
 def cluster_on_grid(pick: Pick) -> Cluster:
-    """The same with all costs on the grid, or a power of two finer: exact sums, and ties everywhere."""
+    """The same, often of equal engines, with all costs on the grid or a power of two finer: exact sums, many ties."""
 
     def cost(*halvings: int) -> float:
         return pick([0.0, *(GRID_S / 2**n for n in halvings)])
 
     table, instances = cluster(pick)
+    if pick([False, True]):
+        instances = instances[:1] * len(instances)
     no_costs = dict.fromkeys(("w_e_s", "expert_share", "c_s", "host_step_s", "host_per_seq_s"), 0.0)
     return table, [
         replace(instance, a_s=GRID_S, w_s=cost(0), b_s=cost(3), d_s=cost(2), e_s=cost(6, 7), **no_costs)
@@ -188,3 +190,8 @@ def clusters_on_grid(draw: st.DrawFn) -> Cluster:
 def fixed_cluster(seed: int) -> Cluster:
     """`cluster`, always the same for a seed."""
     return cluster(random.Random(seed).choice)
+
+
+def fixed_cluster_on_grid(seed: int) -> Cluster:
+    """`cluster_on_grid`, always the same for a seed."""
+    return cluster_on_grid(random.Random(seed).choice)

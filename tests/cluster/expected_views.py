@@ -142,7 +142,8 @@ class Dispatcher:
 
     def fill_ledger(self, view: NDArray[np.void], i: int, engine: Engine) -> None:
         in_flight = engine.running + engine.waiting
-        unstarted = sorted((job for job in in_flight if job.generated == 0), key=lambda job: job.key[1:])
+        order = {row: n for n, row in enumerate(self.matched_at_dispatch)}
+        unstarted = sorted((job for job in in_flight if job.generated == 0), key=lambda job: order[job.row])
         block_size = engine.config.block_size
         view["dispatched"] = len(self.dispatched[i])
         view["in_flight"] = len(in_flight)

@@ -12,7 +12,7 @@ import warnings
 
 from comparison import assert_bitwise_equal, assert_same, assert_same_gaps, fleet_of_oracle, run_kernel, run_oracle
 from expected_views import Recorder, assert_same_views, expected_views
-from strategies import fixed_cluster
+from strategies import Cluster, fixed_cluster, fixed_cluster_on_grid
 
 from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import Telemetry, simulate
@@ -21,12 +21,14 @@ SEEDS = (11, 230, 19, 4, 561, 7, 192, 14, 3, 21)
 """Chosen so that also what is rare happens: requests that sit iterations out, that are preempted again before their
 prefill is done again, or in the pass that has just given them a block."""
 
+SEEDS_ON_GRID = (5315,)
+"""A turn released by one instance goes to another that ends an iteration at the same time."""
+
 PATIENCE_S = 60
 """For a kernel that a fault sends round in circles; an honest one takes a twentieth."""
 
 
-def compare(seed: int) -> None:
-    cluster = fixed_cluster(seed)
+def compare(cluster: Cluster, seed: int) -> None:
     leaping = run_kernel(cluster, leap=True)
     expected = run_oracle(cluster)
     assert_same(leaping, expected)
@@ -48,9 +50,9 @@ def main() -> int:
     warnings.simplefilter("ignore", RuntimeWarning)  # uncompiled, draws of random bits wrap around with a warning
     signal.signal(signal.SIGALRM, give_up)
     signal.alarm(PATIENCE_S)
-    for seed in SEEDS:
+    for seed in SEEDS + SEEDS_ON_GRID:
         try:
-            compare(seed)
+            compare(fixed_cluster(seed) if seed in SEEDS else fixed_cluster_on_grid(seed), seed)
         except (AssertionError, ArithmeticError, IndexError, RuntimeError, TimeoutError) as difference:
             print(f"seed {seed}: {type(difference).__name__}: {difference}")
             return 1

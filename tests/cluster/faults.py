@@ -243,14 +243,20 @@ FAULTS = (
     Fault(
         "an arrival waits for one boundary too many",
         KERNEL,
-        "boundary_step = steps_before(inst, engine, time_s) + 1",
-        "boundary_step = steps_before(inst, engine, time_s) + 2",
+        "boundary_step = steps_before(inst, engine, clock_s(env, g)) + 1",
+        "boundary_step = steps_before(inst, engine, clock_s(env, g)) + 2",
     ),
     Fault(
         "boundaries come before arrivals of the same time",
         KERNEL,
         "        if next_at(s, g).time_s >= until_s:\n",
         "        if next_at(s, g).time_s > until_s or next_at(s, g).time_s == np.inf:\n",
+    ),
+    Fault(
+        "a turn that is released at a tie arrives before the boundaries of all other instances",
+        TELEMETRY,
+        "if env.time_s == env.completion_s and g <= env.completion_instance:",
+        "if False:",
     ),
     # --- ends ---
     Fault(

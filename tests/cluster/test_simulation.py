@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracle import OracleInstance
-from strategies import Cluster, clusters, fixed_cluster
+from strategies import Cluster, clusters, clusters_on_grid, fixed_cluster
 
 from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import (
@@ -168,6 +168,35 @@ def test_a_request_that_may_not_be_held_goes_where_fewest_are_in_flight() -> Non
     assert (log.forced, log.invalid) == (6, 6)
 
 
+class HoldWhenBusy:
+    """The instance with the fewest requests in flight, or hold if that has two."""
+
+    name = "hold-when-busy"
+
+    def reset(self, batch: int, seed: int) -> None:
+        pass
+
+    def decide(self, view: FleetView) -> Decision:
+        in_flight = view.instances["in_flight"][0]
+        return Decision(np.array([NONE if in_flight.min() >= 2 else in_flight.argmin()]))
+
+
+@given(clusters() | clusters_on_grid(), st.sampled_from([0.25, 10.0]))
+def test_holding_does_not_depend_on_leaps(cluster: Cluster, hold_interval_s: float) -> None:
+    table, instances = cluster
+    logs, views = [], []
+    for leap in (True, False):
+        policy = Recorder(HoldWhenBusy())
+        fleet = fleet_of_oracle(instances, hold_interval_s=hold_interval_s, max_hold_s=1.0)
+        logs.append(simulate(table, fleet, policy, leap=leap, check=True))
+        views.append(
+            [(view.instances.tobytes(), view.request.tobytes(), view.fleet.tobytes()) for view in policy.views]
+        )
+    assert_bitwise_equal(*logs)
+    assert logs[0].held_s == logs[1].held_s
+    assert views[0] == views[1]
+
+
 # --- closed loop, stop ------------------------------------------------------------------------------------------------
 
 
@@ -283,8 +312,9 @@ def test_nothing_is_left_when_all_have_finished(cluster: Cluster) -> None:
     decide_to_the_end(batch, 0)
     env, instance, engine = (getattr(batch.state, name) for name in ("env", "instance", "engine"))
     assert env["active"][0] == env["held"][0] == 0
-    assert instance["finished"].sum() == len(table)
-    assert instance["generated_tokens"].sum() == table.output_tokens.sum()
+    assert env["unstarted"][0] == 0
+    assert env["finished"][0] == len(table)
+    assert env["generated_tokens"][0] == table.output_tokens.sum()
     np.testing.assert_array_equal(instance["free_blocks"] + instance["lru_blocks"], engine["kv_blocks"])
     for name in ("in_batch", "waiting", "decodes", "decode_tokens", "waiting_blocks", "streamed_tokens"):
         assert np.all(instance[name] == 0), name

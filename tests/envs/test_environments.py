@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import gymnasium
@@ -123,6 +126,30 @@ def test_rows_do_not_depend_on_how_many_there_are() -> None:
     for few, many in zip(rollout(3, 1), rollout(8, 2), strict=True):
         first = few[:4] if isinstance(few, tuple) else few  # infos of other rows' ends are in the larger one alone
         assert same(first, many[:4] if isinstance(many, tuple) else many, slice(0, 3))
+
+
+def test_the_uncompiled_kernels_compute_the_same() -> None:
+    code = """
+from fleetpilot.envs import FleetEnv
+env = FleetEnv(instances=3, scored_requests=3, warmup_requests=2)
+env.reset(seed=0)
+step, terminated = 0, False
+while not terminated:
+    observation, _, terminated, _, info = env.step(step % 4)
+    step += 1
+print(info["episode_metrics"], observation["instances"].tobytes().hex())
+"""
+    said = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            env={**os.environ, "NUMBA_DISABLE_JIT": disabled},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for disabled in ("0", "1")
+    ]
+    assert said[0] == said[1] != ""
 
 
 # --- resets -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fleetpilot.cluster import FleetConfig
-from fleetpilot.cluster.loading import row_records
+from fleetpilot.cluster.loading import engine_record, row_records
 from fleetpilot.envs import SCENARIOS, load_scenario, scenario_rows
 from fleetpilot.envs.capacity import capacity_rps
 from fleetpilot.envs.episodes import Episode, Scenario
@@ -152,7 +152,7 @@ def test_capacity_is_what_the_simulator_gets_through(name: str) -> None:
     hardware = scenario.hardware.replace(priority_order=False)  # or the backlog is served by kind
     tables = [table_of(scenario, 10_000, seed) for seed in range(3)]
     measured_rps = [measured_capacity_rps(table, FleetConfig((hardware,))) for table in tables]
-    formula_rps = [scenario.capacity_factor * capacity_rps(hardware, table) for table in tables]
+    formula_rps = [scenario.capacity_factor * capacity_rps(engine_record(hardware), table) for table in tables]
     assert np.mean(formula_rps) == pytest.approx(np.mean(measured_rps), rel=0.10)
 
 

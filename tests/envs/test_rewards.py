@@ -136,6 +136,25 @@ def test_components_are_what_a_recount_of_the_log_says(rule: Rule) -> None:
     assert episode.metrics["duration_s"] == pytest.approx(log.end_s - start_s)
 
 
+@pytest.mark.parametrize("rule", [scattered, always_hold])
+def test_a_miss_is_charged_when_the_target_passes(rule: Rule) -> None:
+    """At every decision, as many as there are targets that have passed by then."""
+    episode = Episode(rule)
+    requests = episode.log().requests
+    classes = [(0.175, 0.0397), (0.525, 0.1191)]
+    ttft_s, tpot_s = np.array(classes)[requests["slo_class"]].T
+    due_s = requests["arrival_s"] + ttft_s
+    late = requests["first_token_s"] > due_s
+    per_token_s = (requests["finish_s"] - requests["first_token_s"]) / np.maximum(requests["output_tokens"] - 1, 1)
+    slow = ~late & (per_token_s > tpot_s)
+    passed_s = np.sort(np.where(late, due_s, requests["finish_s"])[late | slow])
+    charged = -np.cumsum([info["reward_slo_miss"] for info in episode.infos])
+    time_s = episode.start[6] + np.cumsum([info["dt_s"] for info in episode.infos])
+    before = np.searchsorted(passed_s, [episode.start[6], *time_s[:-1]])
+    np.testing.assert_allclose(charged[:-1], (before - before[0])[1:], atol=1e-9)
+    assert before[-1] > before[0] + 20
+
+
 def test_a_reward_is_the_sum_of_its_components() -> None:
     episode = Episode(scattered)
     for reward, info in zip(episode.rewards, episode.infos, strict=True):
