@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.fleet.cost_model import COST
+from fleetpilot.fleet.jit import kernel_array
 from fleetpilot.fleet.view import FLEET_VIEW, INSTANCE_VIEW, REQUEST_VIEW
 
 NIL = -1
@@ -442,22 +443,12 @@ def allocate(size: Capacity) -> State:
         "counts": 1,
         "itl": ITL_BINS if size.itl else 0,
     }
-    state = State(**{name: _zeros(lengths[name], dtype) for name, dtype in ARRAY_DTYPES.items()})
+    state = State(**{name: kernel_array(lengths[name], dtype) for name, dtype in ARRAY_DTYPES.items()})
     state.slot["row"] = NIL
     state.counts["log_size"] = size.log
     state.counts["samples_size"] = size.samples
     state.counts["itl_bins"] = len(state.itl)
     return state
-
-
-def _zeros(length: int, dtype: np.dtype[np.void]) -> NDArray[np.void]:
-    """Zeros in huge pages where the system has them: NumPy asks for those in `empty`, not in `zeros`.
-
-    The state of many environments is too large for the CPU to keep the addresses of its small pages at hand.
-    """
-    array = np.empty(length, dtype)
-    array.view(np.uint8)[...] = 0  # the padding between fields too
-    return array
 
 
 def copy_state(state: State) -> State:

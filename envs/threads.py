@@ -14,6 +14,9 @@ from fleetpilot.envs.kernel import Outputs, step_rows
 from fleetpilot.fleet.features import feature_scratch
 from fleetpilot.fleet.jit import UNCOMPILED
 
+_LEAD_ROWS = 16
+"""So many rows more for the calling thread: the others have to be woken up, and it would have to be if it waited."""
+
 Job = tuple[NDArray[np.int64], NDArray[np.bool_], Outputs]
 
 
@@ -69,7 +72,8 @@ class Stepper:
     ):
         rows = len(episodes)
         threads = min(threads, rows)
-        edges = [rows * part // threads for part in range(threads + 1)]
+        lead = min(_LEAD_ROWS, rows // 4) if threads > 1 else 0
+        edges = [0, *(lead + (rows - lead) * part // threads for part in range(1, threads + 1))]
         parts = [_Part(edges[k], edges[k + 1], cluster, (episodes, metrics, weights)) for k in range(threads)]
         self._own = parts[0]
         self._workers = [_Worker(part) for part in parts[1:]]

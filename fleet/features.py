@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.fleet.jit import inlined, kernel
+from fleetpilot.fleet.jit import inlined, kernel, kernel_array
 from fleetpilot.fleet.view import FLEET_FIELDS, INSTANCE_FIELDS, REQUEST_FIELDS, STATE_ABSENT, FleetView
 
 KINDS = ("dispatch", "prefill", "decode", "source", "destination", "scale")
@@ -287,7 +287,9 @@ def feature_arrays(batch: int, instances: int) -> FeatureArrays:
 
 def feature_scratch(instances: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Room for `write_features`, one per thread: (N, F) denominators, and (2, 3, N) what is ranked, and the ranks."""
-    return np.ones((instances, _F), np.float32), np.empty((2, _RANKED, instances), np.float32)
+    over = kernel_array(instances * _F, np.float32).reshape(instances, _F)
+    over[...] = 1.0
+    return over, kernel_array(2 * _RANKED * instances, np.float32).reshape(2, _RANKED, instances)
 
 
 @kernel

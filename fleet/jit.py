@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 from numba.core import config as _config
+from numpy.typing import NDArray
 
 config: Any = _config  # its attributes are made at run time
 
@@ -66,6 +68,21 @@ def _compiled(function: F, *, forceinline: bool) -> F:
     with _our_cache():
         compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=forceinline)(function)
     return cast("F", compiled)
+
+
+def kernel_array(length: int, dtype: Any) -> NDArray[Any]:
+    """Zeros, padding between fields too, for kernels to work in.
+
+    They share no cache line with anything that another thread may write, and lie in huge pages where the system has
+    them, which NumPy asks for in `empty`, not in `zeros`: the state of many environments is too large for the CPU to
+    keep the addresses of its small pages at hand.
+    """
+    line = 64
+    size = length * np.dtype(dtype).itemsize
+    memory = np.empty(size + 2 * line, np.uint8)
+    memory[...] = 0
+    start = -memory.ctypes.data % line
+    return memory[start : start + size].view(dtype)
 
 
 def function_pointer(signature: Any, function: Callable[..., Any]) -> Any:
