@@ -7,7 +7,18 @@ if not __name__.startswith("fleetpilot."):
     raise ImportError("import fleetpilot.cluster, not cluster")
 
 from fleetpilot.cluster.batch import ClusterBatch
-from fleetpilot.cluster.config import FleetConfig, Telemetry, fleet_of
+from fleetpilot.cluster.config import Failures, FleetConfig, Rebalancing, Scaling, Telemetry, fleet_of
 from fleetpilot.cluster.simulation import RunLog, simulate, simulate_stream
 
-__all__ = ["ClusterBatch", "FleetConfig", "RunLog", "Telemetry", "fleet_of", "simulate", "simulate_stream"]
+__all__ = [
+    "ClusterBatch",
+    "Failures",
+    "FleetConfig",
+    "Rebalancing",
+    "RunLog",
+    "Scaling",
+    "Telemetry",
+    "fleet_of",
+    "simulate",
+    "simulate_stream",
+]

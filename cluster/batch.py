@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from fleetpilot.cluster import loading
 from fleetpilot.cluster.config import FleetConfig
+from fleetpilot.cluster.lifecycle import prepare
 from fleetpilot.cluster.memory import handle
 from fleetpilot.cluster.state import Capacity, State, allocate, as_records, copy_state, restore_state
 from fleetpilot.fleet.jit import UNCOMPILED
@@ -57,6 +58,7 @@ class ClusterBatch:
         loading.load_fleet(self.state, self.size, e, fleet, engines)
         loading.load_env(self.state, self.size, e, fleet, seed=seed, leap=True, stop_s=stop_s)
         loading.load_rows(self.state, self.size, e, rows, nodes)
+        prepare(self.handle, e)
 
     def save(self) -> State:
         """A copy of everything, for `restore`."""

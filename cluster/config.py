@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fleetpilot.fleet.profiles import HardwareProfile
 from fleetpilot.fleet.slo import CHAT, SLOClass
+
+REQUEST_CHOICES = ("last", "shortest", "longest", "lowest_priority")
+"""Which of a source's decoding requests leaves: the last of the running list, that with the fewest or the most tokens,
+or the one of the largest priority value, the shortest of those."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,108 @@ class Telemetry:
 
 
 @dataclass(frozen=True)
+class Rebalancing:
+    """When running requests may move to another instance, and how (docs/model.md).
+
+    Attributes:
+        interval_s: the policy is asked at multiples of this.
+        max_pairs: most migrations that one tick may begin; None for no limit.
+        choice: which request leaves a source: one of `REQUEST_CHOICES`.
+        round_trip_s: added to the copy of each stage.
+        bandwidth_bytes_per_s: of the link between two instances.
+        slowdown: factor on the iterations of both ends while copying goes on.
+        max_stages: of a migration, the last one included.
+        last_stage_blocks: the request stops when no more than so many blocks are left to copy.
+
+    The defaults are what Llumnix's Fig. 10 asks for: 2.6 GB/s and 12 ms of round trips, steps 1 % slower.
+    """
+
+    interval_s: float = 0.2
+    max_pairs: int | None = None
+    choice: str = "last"
+    round_trip_s: float = 0.012
+    bandwidth_bytes_per_s: float = 2.6e9
+    slowdown: float = 1.01
+    max_stages: int = 3
+    last_stage_blocks: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("interval_s", "bandwidth_bytes_per_s"):
+            _expect(self, name, "a finite number > 0", lambda value: math.isfinite(value) and value > 0)
+        _expect(self, "round_trip_s", "a finite time >= 0", lambda value: math.isfinite(value) and value >= 0)
+        _expect(self, "slowdown", "a finite factor >= 1", lambda value: math.isfinite(value) and value >= 1)
+        _expect(self, "max_pairs", "at least 1, or None", lambda value: value is None or value >= 1)
+        _expect(self, "choice", f"one of {', '.join(REQUEST_CHOICES)}", REQUEST_CHOICES.__contains__)
+        _expect(self, "max_stages", "at least 2: the last is never the first", lambda value: value >= 2)
+        _expect(self, "last_stage_blocks", "at least 1", lambda value: value >= 1)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """When instances are started and drained, and how long that takes (docs/model.md).
+
+    Attributes:
+        interval_s: the policy is asked this often,
+        first_s: from this time on.
+        ready: so many instances, those of the lowest slots, are ready at the start; the others are absent.
+        min_instances: no more are drained.
+        max_instances: no more are started; None for all slots.
+        start_up_s: from the decision to start an instance until it is ready.
+        drain_deadline_s: from the decision to drain an instance until the rest of its requests is taken from it.
+    """
+
+    interval_s: float = 10.0
+    first_s: float = 10.0
+    ready: int = 1
+    min_instances: int = 1
+    max_instances: int | None = None
+    start_up_s: float = 30.0
+    drain_deadline_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        _expect(self, "interval_s", "a finite time > 0", lambda value: math.isfinite(value) and value > 0)
+        for name in ("first_s", "start_up_s"):
+            _expect(self, name, "a finite time >= 0", lambda value: math.isfinite(value) and value >= 0)
+        for name in ("ready", "min_instances"):
+            _expect(self, name, "at least 1", lambda value: value >= 1)
+        _expect(
+            self, "max_instances", "at least min_instances, or None", lambda v: v is None or v >= self.min_instances
+        )
+        _expect(self, "drain_deadline_s", "a time >= 0", lambda value: value >= 0)
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Which instances fail when, and what becomes of their requests (docs/model.md).
+
+    Attributes:
+        at: (time in s, instance) of failures.
+        mtbf_s: mean time between further failures of each instance, exponential; inf for none.
+        repair_s: until a failed instance is ready again; inf for never.
+        requests: ``restart`` brings them back to the dispatcher, ``fail`` ends them.
+    """
+
+    at: tuple[tuple[float, int], ...] = ()
+    mtbf_s: float = math.inf
+    repair_s: float = 60.0
+    requests: str = "restart"
+
+    def __post_init__(self) -> None:
+        for name in ("mtbf_s", "repair_s"):
+            _expect(self, name, "a time > 0", lambda value: value > 0)
+        _expect(self, "requests", "restart or fail", ("restart", "fail").__contains__)
+        for time_s, instance in self.at:
+            if not (math.isfinite(time_s) and time_s >= 0 and instance >= 0):
+                raise ValueError(f"at = ({time_s!r}, {instance!r}): expected a finite time >= 0 and an instance >= 0")
+
+
+def _expect(config: object, name: str, expected: str, holds: Callable[[Any], bool]) -> None:
+    value = getattr(config, name)
+    if not holds(value):
+        raise ValueError(f"{name} = {value!r}: expected {expected}")
+
+
+@dataclass(frozen=True)
 class FleetConfig:
     """A fleet and its dispatcher.
 
@@ -47,6 +154,9 @@ class FleetConfig:
         hold_interval_s: the head of the held queue is asked again after this time at the latest.
         max_hold_s: a request may be held this long after its arrival; then it must be dispatched.
         slo_classes: indexed by a request's `slo_class` (the last one stands for larger indices).
+        rebalancing: see `Rebalancing`; None: no request moves.
+        scaling: see `Scaling`; None: all instances are ready from start to end.
+        failures: see `Failures`; None: no instance fails.
     """
 
     profiles: tuple[HardwareProfile, ...]
@@ -54,6 +164,9 @@ class FleetConfig:
     hold_interval_s: float = 0.1
     max_hold_s: float = 10.0
     slo_classes: tuple[SLOClass, ...] = (CHAT,)
+    rebalancing: Rebalancing | None = None
+    scaling: Scaling | None = None
+    failures: Failures | None = None
 
     def __post_init__(self) -> None:
         if not self.profiles:
@@ -64,6 +177,14 @@ class FleetConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0) or (name == "hold_interval_s" and value == 0):
                 raise ValueError(f"{name} = {value!r}: expected a finite time {'>' if name[0] == 'h' else '>='} 0")
+        for name, most in (
+            (("ready", self.scaling.ready), ("min_instances", self.scaling.min_instances)) if self.scaling else ()
+        ):
+            if most > len(self.profiles):
+                raise ValueError(f"{name} = {most}: expected at most {len(self.profiles)}, the instances")
+        for _, instance in self.failures.at if self.failures else ():
+            if instance >= len(self.profiles):
+                raise ValueError(f"a failure of instance {instance}: expected 0 to {len(self.profiles) - 1}")
 
     @classmethod
     def of(cls, profile: HardwareProfile, instances: int, **options: object) -> FleetConfig:

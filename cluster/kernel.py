@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fleetpilot.cluster import heap
-from fleetpilot.cluster.kv_cache import available_blocks, decode_demand, release, steps_that_fit, take
+from fleetpilot.cluster import heap, lifecycle, migration
+from fleetpilot.cluster.iterations import account
+from fleetpilot.cluster.kv_cache import available_blocks, release, steps_that_fit
 from fleetpilot.cluster.memory import (
     batch_at,
     counts_at,
@@ -18,7 +19,7 @@ from fleetpilot.cluster.memory import (
     indexed_array,
     instance_at,
     itl_at,
-    log_at,
+    migration_at,
     next_at,
     node_array,
     released_at,
@@ -29,12 +30,14 @@ from fleetpilot.cluster.memory import (
     view_fleet_at,
     view_instance_at,
 )
-from fleetpilot.cluster.scheduler import decoding, enqueue, join_decodes, leave_decodes, move, schedule, sit_out
+from fleetpilot.cluster.requests import count_unstarted, fail_request, free_slot, log_request
+from fleetpilot.cluster.scheduler import decoding, enqueue, join_decodes, leave_decodes, move, schedule
 from fleetpilot.cluster.state import (
     CUT,
     DECODE,
     ENDED,
     FINISHED,
+    HANDING_OVER,
     IDLE,
     MIXED,
     NEED_DECISION,
@@ -47,7 +50,6 @@ from fleetpilot.cluster.state import (
 )
 from fleetpilot.cluster.telemetry import (
     clock_s,
-    count_gaps,
     fill_view,
     itl_bin,
     record_polls,
@@ -55,10 +57,12 @@ from fleetpilot.cluster.telemetry import (
     step_end_s,
     steps_before,
 )
+from fleetpilot.cluster.unstarted import enter_unstarted, leave_unstarted
 from fleetpilot.fleet import ledger, prefix_index
 from fleetpilot.fleet.cost_model import base_time_s
 from fleetpilot.fleet.jit import inlined, kernel
 from fleetpilot.fleet.policy import random_unit
+from fleetpilot.fleet.view import KIND_DESTINATION, KIND_DISPATCH, KIND_SCALE, KIND_SOURCE, STATE_DRAINING, STATE_READY
 
 # --- one instance ---------------------------------------------------------------------------------------------------
 
@@ -97,60 +101,17 @@ def _start(s: Any, env: Any, g: int, time_s: float) -> None:
         inst.kv_tokens = tokens
         inst.decodes_in_leap = decodes
         inst.jitter = _jitter(env, engine, g, inst.iterations)
+        if inst.migration != NIL:
+            inst.jitter *= env.slowdown
         inst.changed = 0
     inst.doing = MIXED if prefill > 0 else DECODE
     leap = 1
-    if prefill == 0 and env.leap != 0 and inst.preempted == 0 and inst.jitter == 1.0:
+    if prefill == 0 and env.leap != 0 and inst.preempted == 0 and engine.cost.jitter_sigma == 0.0:
         most = inst.first_finish_step - inst.steps_done
         # the blocks of the first step are taken, those of the others must fit
         leap = 1 + steps_that_fit(s, inst, engine, inst.steps_done + 1, most - 1, available_blocks(inst))
     inst.planned = inst.steps + leap
     next_at(s, g).time_s = step_end_s(inst, engine, inst.planned)
-
-
-@inlined
-def _account_decodes(s: Any, env: Any, inst: Any, engine: Any, steps: int, time_s: float) -> None:
-    """`steps` decode steps have ended: tokens, blocks, gaps."""
-    decodes = inst.decodes_in_leap
-    if steps > 1:
-        take(s, inst, decode_demand(s, inst, engine, inst.steps_done + 1, steps - 1))
-    if counts_at(s, 0).itl_bins > 0:
-        _count_gaps(s, inst, engine, steps)
-    previous_s = inst.last_decode_s
-    inst.last_decode_s = time_s
-    inst.steps_done += steps
-    inst.decode_steps += steps
-    inst.decode_tokens += steps * decodes
-    inst.streamed_tokens += steps * decodes
-    env.generated_tokens += steps * decodes
-    if inst.sitting_out < inst.in_batch:
-        sit_out(s, inst, engine, previous_s)
-
-
-@inlined
-def _count_gaps(s: Any, inst: Any, engine: Any, steps: int) -> None:
-    """Gaps of the `steps` decode steps that end.
-
-    The first is longer for requests that waited for others' prefill, or sat out.
-    """
-    first = inst.steps + 1
-    if inst.uneven != 0 or inst.last_decode_s != step_end_s(inst, engine, inst.steps):
-        _count_first_gaps(s, inst, step_end_s(inst, engine, first))
-        first += 1
-    count_gaps(s, inst, engine, first, inst.steps + steps, inst.decodes_in_leap)
-
-
-@kernel
-def _count_first_gaps(s: Any, inst: Any, end_s: float) -> None:
-    """One gap for each decode in the step that ended, from its own last token."""
-    inst.uneven = 0
-    for position in range(inst.sitting_out):
-        entry = batch_at(s, inst.batch0 + position)
-        if entry.finish_step != NEVER:
-            slot = slot_at(s, entry.slot)
-            last_token_s = slot.joined_s if slot.sat_out != 0 else max(slot.joined_s, inst.last_decode_s)
-            itl_at(s, itl_bin(end_s - last_token_s)).count += 1
-            slot.sat_out = 0
 
 
 @inlined
@@ -187,86 +148,17 @@ def _sample_token(s: Any, env: Any, g: int, slot: Any, time_s: float) -> None:
         if counts_at(s, 0).itl_bins > 0 and slot.started != 0:
             itl_at(s, itl_bin(time_s - slot.joined_s)).count += 1
         slot.preempted_s = np.nan
+    if slot.unstarted != 0:
+        view = view_instance_at(s, g)
+        ledger.on_first_token(view, slot.prompt_tokens + slot.restart_tokens, slot.indexed_match_tokens)
+        leave_unstarted(s, inst, view, slot)
     if slot.started == 0:
         slot.started = 1
         slot.first_token_s = time_s
-        view = view_instance_at(s, g)
-        _count_unstarted(env, -1, time_s)
-        _leave_unstarted(s, inst, slot)
-        ledger.on_first_token(view, slot.prompt_tokens, slot.indexed_match_tokens)
-        _update_head(s, inst, view)
+        count_unstarted(env, -1, time_s)
         if time_s - slot.arrival_s > slot.ttft_target_s and slot.missed == 0:
             slot.missed = 1
             env.misses += 1
-
-
-@inlined
-def _count_unstarted(env: Any, change: int, time_s: float) -> None:
-    """Requests without a first token become more or fewer: add up what they have waited.
-
-    Instances run one after the other, so time may go back; the sum, linear in it, is right all the same.
-    """
-    env.unstarted_area_s += env.unstarted * (time_s - env.unstarted_since_s)
-    env.unstarted_since_s = time_s
-    env.unstarted += change
-
-
-@inlined
-def _enter_unstarted(s: Any, inst: Any, index: int) -> None:
-    slot = slot_at(s, index)
-    slot.unstarted_next = NIL
-    slot.unstarted_previous = inst.unstarted_tail
-    if inst.unstarted_tail == NIL:
-        inst.unstarted_head = index
-    else:
-        slot_at(s, inst.unstarted_tail).unstarted_next = index
-    inst.unstarted_tail = index
-
-
-@inlined
-def _leave_unstarted(s: Any, inst: Any, slot: Any) -> None:
-    if slot.unstarted_previous == NIL:
-        inst.unstarted_head = slot.unstarted_next
-    else:
-        slot_at(s, slot.unstarted_previous).unstarted_next = slot.unstarted_next
-    if slot.unstarted_next == NIL:
-        inst.unstarted_tail = slot.unstarted_previous
-    else:
-        slot_at(s, slot.unstarted_next).unstarted_previous = slot.unstarted_previous
-
-
-@inlined
-def _update_head(s: Any, inst: Any, view: Any) -> None:
-    if inst.unstarted_head == NIL:
-        view.head_prompt_blocks = 0.0
-    else:
-        view.head_prompt_blocks = np.ceil(slot_at(s, inst.unstarted_head).prompt_tokens / view.block_size)
-    ledger.stock_load(view)
-
-
-@kernel
-def _log(s: Any, env: Any, index: int, status: int, end_s: float) -> None:
-    """Append a request that ended to the log."""
-    slot = slot_at(s, index)
-    entry = log_at(s, counts_at(s, 0).log)
-    entry.row = slot.row
-    entry.status = status
-    entry.instance = slot.instance - env.instance0 if slot.instance >= 0 else -1
-    entry.arrival_s = slot.arrival_s
-    entry.dispatch_s = slot.dispatch_s
-    entry.admitted_s = slot.admitted_s
-    entry.first_token_s = slot.first_token_s
-    entry.finish_s = end_s
-    entry.prompt_tokens = slot.prompt_tokens
-    entry.output_tokens = slot.output_tokens
-    entry.generated = slot.generated
-    entry.predicted_output_tokens = slot.predicted_output_tokens
-    entry.priority = slot.priority
-    entry.slo_class = slot.slo_class
-    entry.preemptions = slot.preemptions
-    entry.preemption_loss_s = slot.preemption_loss_s
-    entry.cached_tokens = slot.cached_tokens
-    counts_at(s, 0).log += 1
 
 
 @inlined
@@ -278,14 +170,16 @@ def _finish(s: Any, e: int, g: int, index: int, time_s: float) -> None:
     slot = slot_at(s, index)
     computed = leave_decodes(s, inst, engine, slot)
     release(s, inst, engine, index, computed, (computed + engine.block_size - 1) // engine.block_size, False)
-    inst.streamed_tokens -= slot.output_tokens
+    streamed_tokens = slot.output_tokens - slot.restart_tokens
+    inst.streamed_tokens -= streamed_tokens
     view = view_instance_at(s, g)
     ledger.on_end(
         view,
-        slot.prompt_tokens,
+        slot.prompt_tokens + slot.restart_tokens,
         slot.predicted_output_tokens,
         slot.indexed_match_tokens,
-        slot.output_tokens,
+        streamed_tokens,
+        slot.priority,
     )
     ledger.stock_load(view)
     late = slot.output_tokens > 1 and time_s - slot.first_token_s > slot.tpot_target_s * (slot.output_tokens - 1)
@@ -293,7 +187,7 @@ def _finish(s: Any, e: int, g: int, index: int, time_s: float) -> None:
         env.misses += 1
     env.finished += 1
     if env.track_log != 0:
-        _log(s, env, index, FINISHED, time_s)
+        log_request(s, env, index, FINISHED, time_s)
     child = slot.first_child
     while child != NIL:
         row = row_at(s, env.row0 + child)
@@ -306,10 +200,7 @@ def _finish(s: Any, e: int, g: int, index: int, time_s: float) -> None:
             child,
         )
         child = row.next_sibling
-    slot.row = NIL
-    slot.next = env.free_slot
-    env.free_slot = index
-    env.active -= 1
+    free_slot(s, env, index)
 
 
 @inlined
@@ -342,17 +233,19 @@ def boundary(s: Any, e: int, g: int, time_s: float) -> None:
     engine = engine_at(s, g)
     record_polls(s, inst, engine, env, time_s)
     if inst.doing != IDLE:
-        steps = inst.planned - inst.steps
-        inst.busy_s += time_s - step_end_s(inst, engine, inst.steps)
-        inst.iterations += steps
-        if inst.decodes_in_leap > 0:
-            _account_decodes(s, env, inst, engine, steps, time_s)
+        account(s, env, inst, engine, inst.planned - inst.steps, time_s)
         if inst.doing == MIXED:
             _end_prefill(s, env, g, time_s)
-        inst.steps = inst.planned
         if inst.first_finish_step <= inst.steps_done:
             _finish_due(s, e, g, time_s)
+    if inst.stopping != 0:
+        migration.stop(s, env, g, time_s)
+        env.next_event_s = min(env.next_event_s, migration_at(s, g).end_s)
+    if inst.incoming != NIL:
+        migration.join(s, g, time_s)
     _start(s, env, g, time_s)
+    if inst.life == STATE_DRAINING:
+        lifecycle.leave_if_drained(s, env, g, time_s)
 
 
 # --- the fleet ------------------------------------------------------------------------------------------------------
@@ -372,7 +265,8 @@ def _first_boundary(s: Any, env: Any) -> int:
 def _run_instances(s: Any, e: int, until_s: float) -> bool:
     """Boundaries before `until_s`. False if a completion may have brought the next arrival or hold retry forward."""
     env = env_at(s, e)
-    coupled = env.closed_loop != 0 or env.held != 0
+    coupled = env.closed_loop != 0 or env.held != 0 or env.stopping != 0
+    stopping = env.stopping
     active = env.active
     g = env.instance0
     while True:
@@ -386,7 +280,7 @@ def _run_instances(s: Any, e: int, until_s: float) -> bool:
             return True
         time_s = next_at(s, g).time_s
         boundary(s, e, g, time_s)
-        if coupled and env.active != active:
+        if coupled and (env.active != active or env.stopping != stopping):
             env.completion_s = time_s
             env.completion_instance = g
             return False
@@ -427,9 +321,10 @@ def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     slot = slot_at(s, index)
     env.free_slot = slot.next
     env.active += 1
-    _count_unstarted(env, 1, time_s)
+    count_unstarted(env, 1, time_s)
     slot.row = env.row_base + row_index
     slot.arrival_s = time_s
+    slot.due_s = time_s
     slot.dispatch_s = np.nan
     slot.admitted_s = np.nan
     slot.first_token_s = np.nan
@@ -456,6 +351,10 @@ def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     slot.dead_blocks = 0
     slot.cached_tokens = 0
     slot.preemptions = 0
+    slot.migrations = 0
+    slot.restarts = 0
+    slot.restart_tokens = 0
+    slot.downtime_s = 0.0
     slot.started = 0
     slot.sat_out = 0
     slot.missed = 0
@@ -471,15 +370,37 @@ def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
 
 
 @kernel
-def _ask(s: Any, e: int, index: int, held: int, time_s: float) -> int:
+def _ask(s: Any, e: int, kind: int, index: int, held: int, time_s: float) -> int:
     env = env_at(s, e)
     env.time_s = time_s
+    env.decision_kind = kind
     env.decision_slot = index
     env.decision_held = held
     _pass_targets(s, env, time_s)
+    if env.candidates_kind != kind:
+        _find_candidates(s, env, kind)
     fill_view(s, e)
     env.asked += 1
     return NEED_DECISION
+
+
+@kernel
+def _find_candidates(s: Any, env: Any, kind: int) -> None:
+    """Say in the view whom the decision may choose. For dispatch that holds until an instance's state changes."""
+    ready, present = lifecycle.count_serving(s, env)
+    for g in range(env.instance0, env.instance0 + env.instances):
+        inst, view = instance_at(s, g), view_instance_at(s, g)
+        candidate = inst.life == STATE_READY
+        if kind == KIND_SOURCE:
+            candidate = migration.may_be_source(s, env, g)
+        elif kind == KIND_DESTINATION:
+            candidate = migration.may_be_destination(s, env, g)
+        elif kind == KIND_SCALE:
+            candidate = lifecycle.may_scale(s, env, g, ready, present)
+        view.candidate = 1 if candidate else 0
+        view.state = inst.life
+        view.migrating = 1 if inst.migration != NIL else 0
+    env.candidates_kind = KIND_DISPATCH if kind == KIND_DISPATCH else NIL
 
 
 @kernel
@@ -501,6 +422,20 @@ def advance(s: Any, e: int) -> int:
     while True:
         if env.track_log != 0 and counts_at(s, 0).log + env.active >= counts_at(s, 0).log_size:
             return NEED_FLUSH
+        if counts_at(s, 0).migrations + env.instances > counts_at(s, 0).migrations_size > 0:
+            return NEED_FLUSH
+        if env.returned_head != NIL:
+            index = env.returned_head
+            env.returned_head = slot_at(s, index).next
+            return _ask(s, e, KIND_DISPATCH, index, 0, env.time_s)
+        if env.rebalance_open != 0:
+            if _ask_for_move(s, e):
+                return NEED_DECISION
+            continue
+        if env.scale_open != 0:
+            if _ask_for_scale(s, e):
+                return NEED_DECISION
+            continue
         arrival_s, row = _next_arrival(s, env)
         if row == NIL and env.more_rows != 0:
             return NEED_ROWS
@@ -508,7 +443,10 @@ def advance(s: Any, e: int) -> int:
             return ENDED
         hold_s = env.next_hold_s if env.held > 0 else np.inf
         sample_s = env.next_sample * env.sample_interval_s if env.sample_interval_s < np.inf else np.inf
+        rebalance_s = (env.rebalance_tick + 1) * env.rebalance_interval_s
+        scale_s = env.scale_first_s + env.scale_tick * env.scale_interval_s
         until_s = min(min(arrival_s, hold_s), min(sample_s, env.stop_s))
+        until_s = min(until_s, min(env.next_event_s, min(rebalance_s, scale_s)))
         if not _run_instances(s, e, until_s) or (row == NIL and env.active == 0):
             continue
         if row == NIL and env.held == 0 and env.active > 0 and next_at(s, _first_boundary(s, env)).time_s == np.inf:
@@ -517,12 +455,25 @@ def advance(s: Any, e: int) -> int:
             env.time_s = env.stop_s
             _pass_targets(s, env, env.stop_s)
             return ENDED
+        if env.next_event_s <= until_s and env.next_event_s < np.inf:
+            lifecycle.handle_events(s, e, until_s)
+            continue
         if arrival_s <= until_s and row != NIL:
             if env.free_slot == NIL and env.used_slots == env.slots:
                 return NEED_SLOTS
-            return _ask(s, e, _arrive(s, e, row, arrival_s), 0, arrival_s)
+            return _ask(s, e, KIND_DISPATCH, _arrive(s, e, row, arrival_s), 0, arrival_s)
         if hold_s <= until_s and env.held > 0:
-            return _ask(s, e, env.held_head, 1, hold_s)
+            return _ask(s, e, KIND_DISPATCH, env.held_head, 1, hold_s)
+        if rebalance_s <= until_s and rebalance_s < np.inf:
+            env.time_s = rebalance_s
+            env.rebalance_tick += 1
+            env.pairs = 0
+            env.rebalance_open = 1
+            continue
+        if scale_s <= until_s and scale_s < np.inf:
+            env.time_s = scale_s
+            env.scale_open = 1
+            continue
         if sample_s <= until_s and sample_s < np.inf:
             if counts_at(s, 0).samples + env.instances > counts_at(s, 0).samples_size:
                 return NEED_FLUSH
@@ -545,7 +496,7 @@ def _hold(s: Any, env: Any) -> None:
         env.held_tail = index
         env.held += 1
     if index == env.held_head:
-        env.next_hold_s = min(env.time_s + env.hold_interval_s, slot.arrival_s + env.max_hold_s)
+        env.next_hold_s = min(env.time_s + env.hold_interval_s, slot.due_s + env.max_hold_s)
 
 
 @kernel
@@ -576,6 +527,11 @@ def apply(s: Any, e: int, choice: int) -> None:
     legal = 0 <= choice < env.instances
     if legal:
         legal = view_instance_at(s, env.instance0 + choice).candidate != 0
+    if env.decision_kind != KIND_DISPATCH:
+        if not legal and choice != NIL:
+            env.invalid += 1
+        _apply_to_fleet(s, e, env.instance0 + choice if legal else NIL)
+        return
     if not legal:
         may_hold = view_fleet_at(s, e).may_hold != 0
         if choice != NIL or not may_hold:
@@ -585,10 +541,82 @@ def apply(s: Any, e: int, choice: int) -> None:
             return
         env.forced += 1
         choice = _least_loaded(s, env)
+        if choice == NIL:
+            if env.decision_held != 0:
+                _unhold(s, env)
+            fail_request(s, env, env.decision_slot, env.time_s)
+            return
     if env.decision_held != 0:
         _unhold(s, env)
     env.decisions += 1
     _dispatch(s, env, env.decision_slot, env.instance0 + choice)
+
+
+@kernel
+def _ask_for_move(s: Any, e: int) -> bool:
+    """The next SOURCE or DESTINATION of the tick in progress; False if there is nothing left to ask."""
+    env = env_at(s, e)
+    kind = KIND_SOURCE if env.source == NIL else KIND_DESTINATION
+    candidates = 0
+    for g in range(env.instance0, env.instance0 + env.instances):
+        if kind == KIND_SOURCE:
+            candidates += 1 if migration.may_be_source(s, env, g) else 0
+        else:
+            candidates += 1 if migration.may_be_destination(s, env, g) else 0
+    if kind == KIND_SOURCE and (candidates == 0 or env.pairs == env.max_pairs):
+        env.rebalance_open = 0
+        return False
+    if candidates == 0:
+        env.source = NIL
+        return False
+    index = NIL if kind == KIND_SOURCE else migration.leaving_slot(s, env, env.source)
+    _ask(s, e, kind, index, 0, env.time_s)
+    return True
+
+
+@kernel
+def _ask_for_scale(s: Any, e: int) -> bool:
+    """The next SCALE of the tick in progress; False if there is nothing left to ask."""
+    env = env_at(s, e)
+    ready, present = lifecycle.count_serving(s, env)
+    candidates = 0
+    for g in range(env.instance0, env.instance0 + env.instances):
+        candidates += 1 if lifecycle.may_scale(s, env, g, ready, present) else 0
+    if candidates == 0:
+        env.scale_open = 0
+        env.scale_tick += 1
+        return False
+    _ask(s, e, KIND_SCALE, NIL, 0, env.time_s)
+    return True
+
+
+@kernel
+def _apply_to_fleet(s: Any, e: int, g: int) -> None:
+    """The answer to a SOURCE, DESTINATION or SCALE: an instance, or NIL for none."""
+    env = env_at(s, e)
+    env.candidates_kind = NIL
+    if env.decision_kind == KIND_SCALE:
+        if g == NIL:
+            env.scale_open = 0
+            env.scale_tick += 1
+            return
+        lifecycle.scale(s, e, g)
+    elif env.decision_kind == KIND_SOURCE:
+        if g == NIL:
+            env.rebalance_open = 0
+            return
+        env.source = g
+        env.pairs += 1
+        instance_at(s, g).source_tick = env.rebalance_tick
+        return
+    else:
+        source = env.source
+        env.source = NIL
+        if g == NIL:
+            return
+        migration.begin(s, e, source, g)
+        lifecycle.leave_if_drained(s, env, source, env.time_s)
+    env.next_event_s = lifecycle.next_event_s(s, env)
 
 
 @inlined
@@ -601,12 +629,12 @@ def _dispatch(s: Any, env: Any, index: int, g: int) -> None:
     time_s = env.time_s
     slot.dispatch_s = time_s
     slot.instance = g
-    env.held_s += time_s - slot.arrival_s
+    env.held_s += time_s - slot.due_s
     inst.dispatched += 1
-    _enter_unstarted(s, inst, index)
     slot.indexed_match_tokens = view.matched_tokens
-    ledger.on_dispatch(view, slot.prompt_tokens, slot.predicted_output_tokens, view.matched_tokens)
-    _update_head(s, inst, view)
+    prompt_tokens = slot.prompt_tokens + slot.restart_tokens
+    ledger.on_dispatch(view, prompt_tokens, slot.predicted_output_tokens, view.matched_tokens, slot.priority)
+    enter_unstarted(s, inst, view, index)
     sequence = slot.own_node if slot.own_node >= 0 else slot.prefix_node
     if sequence >= 0:
         prefix_index.insert(
@@ -656,14 +684,19 @@ def cut(s: Any, e: int) -> None:
             entry = batch_at(s, inst.batch0 + position)
             if entry.finish_step != NEVER:
                 slot_at(s, entry.slot).generated += decoded
-            _log(s, env, entry.slot, CUT, np.nan)
-        index = inst.head
-        while index != NIL:
-            _log(s, env, index, CUT, np.nan)
-            index = slot_at(s, index).next
-    index = env.held_head if env.held > 0 else NIL
+            log_request(s, env, entry.slot, CUT, np.nan)
+        if inst.migration == g and migration_at(s, g).phase == HANDING_OVER:
+            log_request(s, env, migration_at(s, g).slot, CUT, np.nan)
+        _cut_list(s, env, inst.incoming)
+        _cut_list(s, env, inst.head)
+    if env.held > 0:
+        _cut_list(s, env, env.held_head)
+
+
+@kernel
+def _cut_list(s: Any, env: Any, index: int) -> None:
     while index != NIL:
-        _log(s, env, index, CUT, np.nan)
+        log_request(s, env, index, CUT, np.nan)
         index = slot_at(s, index).next
 
 
@@ -685,7 +718,7 @@ def costs(s: Any, e: int, out: Any) -> None:
     out[2] = env.preemption_loss_s
     out[3] = env.finished
     out[4] = env.generated_tokens
-    out[5] = out[3] + env.active
+    out[5] = env.finished + env.failed + env.active
     out[6] = now_s
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.cluster.config import FleetConfig
+from fleetpilot.cluster.config import REQUEST_CHOICES, Failures, FleetConfig
 from fleetpilot.cluster.state import (
     ENGINE,
     MODE_CHUNKED,
@@ -21,7 +22,7 @@ from fleetpilot.cluster.state import (
 )
 from fleetpilot.fleet.jit import kernel
 from fleetpilot.fleet.profiles import HardwareProfile
-from fleetpilot.fleet.view import INSTANCE_VIEW, STATE_READY
+from fleetpilot.fleet.view import INSTANCE_VIEW, KIND_DISPATCH, KIND_SCALE, KIND_SOURCE, STATE_ABSENT, STATE_READY
 from fleetpilot.workloads.table import RequestTable
 
 
@@ -35,6 +36,7 @@ def engine_record(profile: HardwareProfile) -> NDArray[np.void]:
     engine["prefix_cache"] = profile.prefix_cache
     engine["priority_order"] = profile.priority_order
     engine["index_tokens"] = profile.kv_capacity_tokens
+    engine["kv_bytes_per_block"] = profile.kv_bytes_per_token * profile.block_size
     return engine
 
 
@@ -173,6 +175,7 @@ def capacity_for(
         polls=max(fleet.telemetry.polls_in_flight for fleet in fleets),
         closed_rows=closed_rows,
         classes=max(len(fleet.slo_classes) for fleet in fleets),
+        failures=max(len(fleet.failures.at) if fleet.failures else 0 for fleet in fleets),
         **sizes,  # type: ignore[arg-type]
     )
 
@@ -188,6 +191,8 @@ def load_fleet(
     if engines is None:
         engines = np.array([engine_record(p) for p in fleet.profiles])
     state.engine[these] = engines
+    numbers = {profile: number for number, profile in enumerate(dict.fromkeys(fleet.profiles))}
+    state.engine["profile"][these] = [numbers[profile] for profile in fleet.profiles]
     instance = state.instance[these]
     instance[...] = np.zeros((), instance.dtype)
     instance["env"] = e
@@ -207,12 +212,20 @@ def load_fleet(
         "unstarted_tail",
         "index_head",
         "index_tail",
+        "migration",
+        "incoming",
+        "source_tick",
+        "scale_tick",
     ):
         instance[name] = NIL
     instance["first_finish_step"] = NEVER
     instance["free_blocks"] = engines["kv_blocks"]
     instance["jitter"] = 1.0
     instance["last_decode_s"] = -1.0
+    ready = n if fleet.scaling is None else fleet.scaling.ready
+    instance["life"] = np.where(np.arange(n) < ready, STATE_READY, STATE_ABSENT)
+    instance["billed_from_s"] = np.where(np.arange(n) < ready, 0.0, np.nan)
+    instance["due_s"] = np.inf
     state.next_boundary[first : first + size.instances] = (np.inf, -np.inf)
     state.residues[first * size.max_block_size : (first + n) * size.max_block_size] = np.zeros((), state.residues.dtype)
     nodes = slice(first * size.nodes, (first + n) * size.nodes)
@@ -223,8 +236,18 @@ def load_fleet(
         state.view_instance[first + i] = static_view(profile, i)
 
 
-def load_env(state: State, size: Capacity, e: int, fleet: FleetConfig, *, seed: int, leap: bool, stop_s: float) -> None:
-    """Set the environment's own record: configuration, no requests, all slots free."""
+def load_env(
+    state: State,
+    size: Capacity,
+    e: int,
+    fleet: FleetConfig,
+    *,
+    seed: int,
+    leap: bool,
+    stop_s: float,
+    kinds: Collection[int] = (KIND_DISPATCH,),
+) -> None:
+    """Set the environment's own record: configuration, no requests, all slots free; `kinds` of decision are asked."""
     env = state.env[e : e + 1]
     env[...] = np.zeros((), env.dtype)
     env["instances"] = len(fleet.profiles)
@@ -237,7 +260,8 @@ def load_env(state: State, size: Capacity, e: int, fleet: FleetConfig, *, seed: 
     env["deadline0"] = e * size.rows
     env["target0"] = e * size.classes
     env["next_hold_s"] = np.inf
-    env["decision_slot"] = NIL
+    for name in ("decision_slot", "candidates_kind", "returned_head", "source"):
+        env[name] = NIL
     env["completion_s"] = -1.0
     env["seed"] = np.uint64(seed)
     env["leap"] = leap
@@ -254,8 +278,44 @@ def load_env(state: State, size: Capacity, e: int, fleet: FleetConfig, *, seed: 
     for k, slo in enumerate(fleet.slo_classes):
         state.target[e * size.classes + k] = (slo.ttft_s, slo.ttft_s_per_prompt_token, slo.tpot_s)
     env["free_slot"] = NIL
+    _load_moves(env, fleet, kinds)
+    _load_scaling(env, fleet, kinds)
+    env["failure0"] = e * size.failures
+    failures = Failures() if fleet.failures is None else fleet.failures
+    given = sorted(failures.at)
+    env["failures"] = len(given)
+    state.failure[e * size.failures : e * size.failures + len(given)] = given
+    env["mtbf_s"] = failures.mtbf_s
+    env["repair_s"] = failures.repair_s
+    env["restart"] = failures.requests == "restart"
     state.view_request[e] = np.zeros((), state.view_request.dtype)
     state.view_fleet[e] = np.zeros((), state.view_fleet.dtype)
+
+
+def _load_moves(env: NDArray[np.void], fleet: FleetConfig, kinds: Collection[int]) -> None:
+    """When the policy is asked for a SOURCE, and how a request moves."""
+    moves = fleet.rebalancing
+    env["rebalance_interval_s"] = np.inf
+    if moves is None or KIND_SOURCE not in kinds:
+        return
+    env["rebalance_interval_s"] = moves.interval_s
+    env["max_pairs"] = len(fleet.profiles) if moves.max_pairs is None else moves.max_pairs
+    env["request_choice"] = REQUEST_CHOICES.index(moves.choice)
+    for name in ("round_trip_s", "bandwidth_bytes_per_s", "slowdown", "max_stages", "last_stage_blocks"):
+        env[name] = getattr(moves, name)
+
+
+def _load_scaling(env: NDArray[np.void], fleet: FleetConfig, kinds: Collection[int]) -> None:
+    """When the policy is asked for SCALE, and what that takes."""
+    scaling = fleet.scaling
+    env["scale_first_s"] = env["scale_interval_s"] = np.inf
+    if scaling is None or KIND_SCALE not in kinds:
+        return
+    env["max_instances"] = len(fleet.profiles) if scaling.max_instances is None else scaling.max_instances
+    env["scale_first_s"] = scaling.first_s
+    env["scale_interval_s"] = scaling.interval_s
+    for name in ("min_instances", "start_up_s", "drain_deadline_s"):
+        env[name] = getattr(scaling, name)
 
 
 def load_rows(state: State, size: Capacity, e: int, rows: NDArray[np.void], nodes: NDArray[np.void]) -> None:

@@ -57,17 +57,19 @@ def enqueue(s: Any, inst: Any, engine: Any, index: int, front: bool) -> None:
 
 
 @inlined
-def _dequeue_head(s: Any, inst: Any, engine: Any) -> int:
-    index = inst.head
+def dequeue(s: Any, inst: Any, engine: Any, index: int) -> None:
+    """Take a request out of the waiting queue."""
     slot = slot_at(s, index)
-    inst.head = slot.next
-    if inst.head == NIL:
-        inst.tail = NIL
+    if slot.previous == NIL:
+        inst.head = slot.next
     else:
-        slot_at(s, inst.head).previous = NIL
+        slot_at(s, slot.previous).next = slot.next
+    if slot.next == NIL:
+        inst.tail = slot.previous
+    else:
+        slot_at(s, slot.next).previous = slot.previous
     inst.waiting -= 1
     inst.waiting_blocks -= blocks_for(slot.prefill_tokens, engine.block_size)
-    return index
 
 
 @inlined
@@ -105,6 +107,14 @@ def move(s: Any, inst: Any, origin: int, position: int) -> None:
     entry.finish_step = source.finish_step
 
 
+@inlined
+def remove(s: Any, inst: Any, position: int) -> None:
+    """Take the entry at this position out of the batch."""
+    for k in range(position, inst.in_batch - 1):
+        move(s, inst, k + 1, k)
+    inst.in_batch -= 1
+
+
 @kernel
 def _preempt(s: Any, inst: Any, engine: Any, position: int, has_block: bool, time_s: float) -> None:
     """Recompute preemption of the request at this position; `has_block`: it took what this iteration needs already."""
@@ -124,10 +134,9 @@ def _preempt(s: Any, inst: Any, engine: Any, position: int, has_block: bool, tim
         computed = slot.computed_tokens
         held = slot.held_blocks
     release(s, inst, engine, index, computed, held, True)
-    for k in range(position, inst.in_batch - 1):
-        move(s, inst, k + 1, k)
-    inst.in_batch -= 1
+    remove(s, inst, position)
     inst.preemptions += 1
+    inst.preempted_waiting += 1
     inst.preempted = 1
     slot.preemptions += 1
     slot.prefill_tokens = slot.prompt_tokens + slot.generated
@@ -232,7 +241,9 @@ def _admit(s: Any, inst: Any, engine: Any, budget: int, time_s: float) -> tuple[
             chunk = min(chunk, budget)
         elif chunk > budget:
             break
-        _dequeue_head(s, inst, engine)
+        dequeue(s, inst, engine, index)
+        if not np.isnan(slot.preempted_s):
+            inst.preempted_waiting -= 1
         if engine.prefix_cache != 0:
             prefix_cache.pin(s, inst, index, matched, size)
         take(s, inst, blocks_for(matched * size + chunk, size) - matched)
@@ -242,7 +253,7 @@ def _admit(s: Any, inst: Any, engine: Any, budget: int, time_s: float) -> tuple[
         inst.prefix_hits_tokens += matched * size
         if np.isnan(slot.admitted_s):
             slot.admitted_s = time_s
-        _insert_in_batch(s, inst, engine, index)
+        insert_in_batch(s, inst, engine, index)
         prefill += chunk
         attention += _chunk(s, inst, engine, index, chunk)
         budget -= chunk
@@ -251,8 +262,11 @@ def _admit(s: Any, inst: Any, engine: Any, budget: int, time_s: float) -> tuple[
 
 
 @inlined
-def _insert_in_batch(s: Any, inst: Any, engine: Any, index: int) -> None:
-    """Append to the running list; `prefill_first` keeps it in order of (priority, dispatch time, row)."""
+def insert_in_batch(s: Any, inst: Any, engine: Any, index: int) -> int:
+    """Append to the running list; `prefill_first` keeps it in order of (priority, dispatch time, row).
+
+    Returns the position.
+    """
     position = inst.in_batch
     if engine.mode != MODE_CHUNKED:
         slot = slot_at(s, index)
@@ -263,10 +277,12 @@ def _insert_in_batch(s: Any, inst: Any, engine: Any, index: int) -> None:
     entry.slot = index
     entry.finish_step = NEVER
     inst.in_batch += 1
+    return position
 
 
 @kernel
-def _first_finish(s: Any, inst: Any) -> int:
+def first_finish(s: Any, inst: Any) -> int:
+    """The decode step at which the first request of the batch finishes."""
     first = NEVER
     for position in range(inst.in_batch):
         first = min(first, batch_at(s, inst.batch0 + position).finish_step)
@@ -299,7 +315,7 @@ def _pass(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int, float]:
         prefill, attention = _continue_batch(s, inst, engine, time_s)
         if inst.preempted != 0:
             inst.changed = 1
-            inst.first_finish_step = _first_finish(s, inst)
+            inst.first_finish_step = first_finish(s, inst)
             return prefill, attention
     if engine.mode == MODE_CHUNKED and inst.head != NIL:
         budget = engine.max_num_batched_tokens - inst.decodes - prefill
@@ -338,7 +354,7 @@ def sit_out(s: Any, inst: Any, engine: Any, last_token_s: float) -> None:
                 slot.joined_s = max(slot.joined_s, last_token_s)
             residue = residue - 1 if residue > 0 else engine.block_size - 1
             residue_at(s, inst.residues0 + residue).decodes += 1
-    inst.first_finish_step = _first_finish(s, inst)
+    inst.first_finish_step = first_finish(s, inst)
     inst.changed = 1
     inst.uneven = 1
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fleetpilot.cluster import conservation, kernel, loading
 from fleetpilot.cluster.config import FleetConfig
+from fleetpilot.cluster.lifecycle import prepare
 from fleetpilot.cluster.memory import handle
 from fleetpilot.cluster.state import (
     CUT,
@@ -18,6 +19,7 @@ from fleetpilot.cluster.state import (
     ITL_BINS,
     ITL_BINS_PER_OCTAVE,
     ITL_LOWEST_EXPONENT,
+    MIGRATION_LOG,
     NEED_DECISION,
     NEED_FLUSH,
     NEED_ROWS,
@@ -33,7 +35,7 @@ from fleetpilot.cluster.state import (
     as_records,
 )
 from fleetpilot.fleet.jit import UNCOMPILED
-from fleetpilot.fleet.policy import CompiledPolicy, Policy
+from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of
 from fleetpilot.fleet.view import FleetView
 from fleetpilot.workloads.table import RequestTable
 
@@ -66,6 +68,7 @@ class RunLog:
     Attributes:
         requests: (n,) `REQUEST_LOG` records by row; one per row of the table.
         samples: (k * N,) `SAMPLE` records, all instances at each sampling time.
+        migrations: (m,) `MIGRATION_LOG` records of migrations that ended, in order of their ends.
         itl_edges_s: (m + 1,) edges of the histogram of gaps between tokens.
         itl_counts: (m,) gaps in each bin, pooled over all requests.
         instances: (N,) `INSTANCE_LOG` records.
@@ -79,6 +82,7 @@ class RunLog:
 
     requests: NDArray[np.void]
     samples: NDArray[np.void]
+    migrations: NDArray[np.void]
     itl_edges_s: NDArray[np.float64]
     itl_counts: NDArray[np.int64]
     instances: NDArray[np.void]
@@ -198,6 +202,7 @@ class _Run:
         self.leap = leap
         self.check = check
         self.samples: list[NDArray[np.void]] = []
+        self.migrations: list[NDArray[np.void]] = []
         self.ended = 0
         self.end_s = 0.0  # the last end so far
         self.last_arrival_s = 0.0  # of the parts so far
@@ -218,11 +223,16 @@ class _Run:
             log=max(_RECORDS_PER_FLUSH, 2 * slots),
             samples=0 if self.sample_interval_s is None else max(_RECORDS_PER_FLUSH, len(self.fleet.profiles)),
             itl=True,
+            migrations=0 if self.fleet.rebalancing is None else max(_RECORDS_PER_FLUSH, len(self.fleet.profiles)),
         )
         self._use(allocate(self.size))
         loading.load_fleet(self.state, self.size, 0, self.fleet)
         stop_s = np.inf if self.stop_s is None else self.stop_s
-        loading.load_env(self.state, self.size, 0, self.fleet, seed=self.seed, leap=self.leap, stop_s=stop_s)
+        kinds = kinds_of(self.policy)
+        loading.load_env(
+            self.state, self.size, 0, self.fleet, seed=self.seed, leap=self.leap, stop_s=stop_s, kinds=kinds
+        )
+        prepare(self.handle, 0)
         self._load(table)
         env = self.state.env
         env["track_log"] = 1
@@ -286,10 +296,12 @@ class _Run:
         """Empty the log and the samples; the log's requests."""
         counts = self.state.counts
         self.samples.append(self.state.sample[: counts["samples"][0]].copy())
+        self.migrations.append(self.state.migration_log[: counts["migrations"][0]].copy())
         ended = self.state.log[: counts["log"][0]]
         self.ended += len(ended)
         self.end_s = max(self.end_s, float(np.nanmax(ended["finish_s"], initial=0.0)))
         counts["samples"] = 0
+        counts["migrations"] = 0
         counts["log"] = 0
         return ended
 
@@ -331,10 +343,12 @@ class _Run:
         instances["kv_blocks"] = self.state.engine["kv_blocks"]
         instances["block_size"] = self.state.engine["block_size"]
         end_s = max(float(env["time_s"]), self.end_s)
-        instances["alive_s"] = end_s
+        since_s = np.where(np.isnan(instance["billed_from_s"]), end_s, instance["billed_from_s"])
+        instances["alive_s"] = instance["alive_s"] + (end_s - since_s)
         return RunLog(
             requests=requests,
             samples=np.concatenate(self.samples) if self.samples else np.empty(0, SAMPLE),
+            migrations=np.concatenate(self.migrations) if self.migrations else np.empty(0, MIGRATION_LOG),
             itl_edges_s=itl_edges_s(),
             itl_counts=self.state.itl["count"].copy(),
             instances=instances,

@@ -30,6 +30,22 @@ NEED_DECISION, NEED_ROWS, NEED_SLOTS, NEED_FLUSH, ENDED, STUCK = range(6)
 FINISHED, FAILED, REJECTED, CUT, NEVER_ARRIVED = range(5)
 """Status of a request in the log."""
 
+COPYING, STOPPING, HANDING_OVER = range(3)
+"""A migration's phase: stages are copied while decoding goes on, the request waits for its last boundary, the rest."""
+
+MIGRATION_OUTCOMES = (
+    "completed",
+    "moved",
+    "no_space",
+    "finished",
+    "preempted",
+    "too_long",
+    "source_died",
+    "destination_died",
+)
+COMPLETED, MOVED, NO_SPACE, LEFT, PREEMPTED, TOO_LONG, SOURCE_DIED, DESTINATION_DIED = range(len(MIGRATION_OUTCOMES))
+"""How a migration ended: a waiting request is moved; `LEFT` is called finished."""
+
 ROW = np.dtype(  # one row of a RequestTable, as the kernel reads it
     [
         ("arrival_s", "f8"),
@@ -58,6 +74,7 @@ SLOT = np.dtype(  # a request between its arrival and its end; in the order of u
         ("row", "i8"),
         ("session", "i8"),
         ("arrival_s", "f8"),
+        ("due_s", "f8"),  # when it came to the dispatcher: its arrival, or its return
         ("dispatch_s", "f8"),
         ("admitted_s", "f8"),
         ("predicted_output_tokens", "f4"),
@@ -71,6 +88,8 @@ SLOT = np.dtype(  # a request between its arrival and its end; in the order of u
         ("previous", "i4"),
         ("unstarted_next", "i4"),  # in dispatch order on its instance
         ("unstarted_previous", "i4"),
+        ("unstarted", "i4"),  # 1: no token since it was dispatched to its instance
+        ("restart_tokens", "i4"),  # generated before it was dispatched to its instance
         ("prefill_tokens", "i4"),  # L: tokens to hold before the next token can be sampled
         ("computed_tokens", "i4"),  # while prefilling
         ("chunk_tokens", "i4"),  # prefilled in this iteration
@@ -96,6 +115,11 @@ SLOT = np.dtype(  # a request between its arrival and its end; in the order of u
         ("preempted_s", "f8"),  # NaN unless preempted and not yet prefilled again
         ("preempted_step_s", "f8"),  # what a step of the decodes would have taken then
         ("preemption_loss_s", "f8"),
+        # when it moves
+        ("migrations", "i4"),
+        ("restarts", "i4"),
+        ("downtime_s", "f8"),
+        ("stopped_s", "f8"),
         ("lru_next", "i4"),
         ("lru_previous", "i4"),
         ("resident_blocks", "i4"),  # preempted: private tail still in memory
@@ -131,7 +155,26 @@ ENGINE = np.dtype(  # one instance's configuration
         ("watermark_blocks", "i8"),
         ("prefix_cache", "i8"),
         ("priority_order", "i8"),
+        ("kv_bytes_per_block", "i8"),
+        ("profile", "i8"),  # the same number for instances of one profile
         ("index_tokens", "i8"),  # bound of the dispatcher's prefix index for it
+    ],
+    align=True,
+)
+
+MIGRATION = np.dtype(  # of the source with this index
+    [
+        ("end_s", "f8"),  # of the stage that is copied, inf while the request stops
+        ("slot", "i8"),
+        ("row", "i8"),
+        ("destination", "i8"),  # global
+        ("phase", "i8"),
+        ("stages", "i8"),  # begun
+        ("copied_blocks", "i8"),
+        ("stage_blocks", "i8"),  # of the stage in progress
+        ("preemptions", "i8"),  # of the request at the start
+        ("start_s", "f8"),
+        ("stop_s", "f8"),
     ],
     align=True,
 )
@@ -183,6 +226,20 @@ INSTANCE = np.dtype(
         ("next_poll", "i4"),
         ("index_head", "i4"),
         ("index_tail", "i4"),
+        # migration and lifecycle
+        ("migration", "i4"),  # the source of the one it takes part in, or NIL
+        ("stopping", "i4"),  # 1: its request stops at the next boundary
+        ("incoming", "i4"),  # list of slots that join the batch at the next boundary
+        ("reserved_blocks", "i4"),  # for the request that is copied here, or has come and not joined yet
+        ("preempted_waiting", "i4"),
+        ("life", "i4"),  # a STATE of fleet/view.py
+        ("due_s", "f8"),  # ready, or drained by force, then
+        ("failures", "i4"),
+        ("fail_s", "f8"),  # the next failure drawn
+        ("source_tick", "i8"),  # the last tick that asked for it
+        ("scale_tick", "i8"),
+        ("billed_from_s", "f8"),  # NaN while it is not billed
+        ("alive_s", "f8"),
         # counters
         ("last_decode_s", "f8"),  # end of the last decode step
         ("busy_s", "f8"),
@@ -237,6 +294,10 @@ ENV = np.dtype(
         # the decision
         ("decision_slot", "i8"),
         ("decision_held", "i8"),  # 1: it is the head of the held queue
+        ("decision_kind", "i8"),
+        ("candidates_kind", "i8"),  # what the view's candidates are for; NIL: to be found out
+        ("returned_head", "i8"),  # list of requests that came back and have not been asked for
+        ("returned_tail", "i8"),
         ("held_head", "i8"),
         ("held_tail", "i8"),
         ("held", "i8"),
@@ -255,7 +316,10 @@ ENV = np.dtype(
         ("misses", "i8"),
         ("preemption_loss_s", "f8"),
         ("finished", "i8"),
+        ("failed", "i8"),
         ("generated_tokens", "i8"),
+        ("migrations_ended", "i8"),
+        ("migrations_completed", "i8"),
         # configuration
         ("seed", "u8"),
         ("leap", "i8"),
@@ -267,6 +331,35 @@ ENV = np.dtype(
         ("poll_interval_s", "f8"),
         ("poll_delay_s", "f8"),
         ("engine_reported", "i8"),
+        # migration and lifecycle
+        ("next_event_s", "f8"),  # a copy, a start-up or a drain ends, or an instance fails
+        ("stopping", "i8"),  # instances whose request stops at the next boundary
+        ("source", "i8"),  # chosen, for the DESTINATION that follows
+        ("rebalance_interval_s", "f8"),  # inf: never
+        ("rebalance_tick", "i8"),  # the one in progress, or the last
+        ("pairs", "i8"),  # answered in it
+        ("rebalance_open", "i8"),  # 1: more of it may be asked
+        ("max_pairs", "i8"),
+        ("request_choice", "i8"),
+        ("round_trip_s", "f8"),
+        ("bandwidth_bytes_per_s", "f8"),
+        ("slowdown", "f8"),
+        ("max_stages", "i8"),
+        ("last_stage_blocks", "i8"),
+        ("scale_interval_s", "f8"),  # inf: never
+        ("scale_first_s", "f8"),
+        ("scale_tick", "i8"),  # the next one
+        ("scale_open", "i8"),
+        ("min_instances", "i8"),
+        ("max_instances", "i8"),
+        ("start_up_s", "f8"),
+        ("drain_deadline_s", "f8"),
+        ("failure0", "i8"),  # failures at given times
+        ("failures", "i8"),
+        ("next_failure", "i8"),
+        ("mtbf_s", "f8"),  # inf: none are drawn
+        ("repair_s", "f8"),
+        ("restart", "i8"),  # 0: requests of a failed instance fail
         ("sample_interval_s", "f8"),  # inf: no samples
         ("next_sample", "i8"),
         ("track_log", "i8"),
@@ -299,9 +392,29 @@ REQUEST_LOG = np.dtype(
         ("preemptions", "i4"),
         ("preemption_loss_s", "f8"),
         ("cached_tokens", "i4"),
+        ("migrations", "i4"),
+        ("restarts", "i4"),
+        ("downtime_s", "f8"),
     ],
     align=True,
 )
+
+MIGRATION_LOG = np.dtype(
+    [
+        ("row", "i8"),
+        ("source", "i4"),
+        ("destination", "i4"),
+        ("start_s", "f8"),
+        ("stop_s", "f8"),  # NaN: the request never stopped
+        ("end_s", "f8"),
+        ("stages", "i4"),
+        ("blocks", "i4"),  # copied, or being copied
+        ("outcome", "i1"),  # index into MIGRATION_OUTCOMES
+    ],
+    align=True,
+)
+
+FAILURE = np.dtype([("time_s", "f8"), ("instance", "i8")], align=True)
 
 SAMPLE = np.dtype(
     [
@@ -337,6 +450,8 @@ COUNTS = np.dtype(
         ("log_size", "i8"),
         ("samples", "i8"),
         ("samples_size", "i8"),
+        ("migrations", "i8"),  # entries in the log of migrations
+        ("migrations_size", "i8"),  # 0: it is not kept
         ("itl_bins", "i8"),  # 0: gaps are not counted
     ]
 )
@@ -365,6 +480,9 @@ class State(NamedTuple):
     view_fleet: NDArray[np.void]  # (E,) FLEET_VIEW
     log: NDArray[np.void]  # REQUEST_LOG of ended requests (single runs)
     sample: NDArray[np.void]  # SAMPLE (single runs)
+    migration: NDArray[np.void]  # (E * N,) MIGRATION
+    failure: NDArray[np.void]  # (failures,) FAILURE
+    migration_log: NDArray[np.void]  # MIGRATION_LOG of ended migrations (single runs)
     counts: NDArray[np.void]  # (1,) COUNTS
     itl: NDArray[np.void]  # (ITL_BINS,) GAPS: histogram of gaps between tokens (single runs), or empty
 
@@ -390,6 +508,9 @@ ARRAY_DTYPES: dict[str, np.dtype[np.void]] = {
     "view_fleet": FLEET_VIEW,
     "log": REQUEST_LOG,
     "sample": SAMPLE,
+    "migration": MIGRATION,
+    "failure": FAILURE,
+    "migration_log": MIGRATION_LOG,
     "counts": COUNTS,
     "itl": GAPS,
 }
@@ -413,6 +534,8 @@ class Capacity:
     samples: int = 0
     itl: bool = False
     track_targets: bool = False
+    failures: int = 0
+    migrations: int = 0
 
 
 def allocate(size: Capacity) -> State:
@@ -440,6 +563,9 @@ def allocate(size: Capacity) -> State:
         "view_fleet": e,
         "log": size.log,
         "sample": size.samples,
+        "migration": g,
+        "failure": e * size.failures,
+        "migration_log": size.migrations,
         "counts": 1,
         "itl": ITL_BINS if size.itl else 0,
     }
@@ -447,6 +573,7 @@ def allocate(size: Capacity) -> State:
     state.slot["row"] = NIL
     state.counts["log_size"] = size.log
     state.counts["samples_size"] = size.samples
+    state.counts["migrations_size"] = size.migrations
     state.counts["itl_bins"] = len(state.itl)
     return state
 

@@ -17,14 +17,32 @@ from fleetpilot.fleet.jit import inlined
 
 
 @inlined
-def on_dispatch(instance: Any, prompt_tokens: float, predicted_output_tokens: float, matched_tokens: float) -> None:
+def on_dispatch(
+    instance: Any, prompt_tokens: float, predicted_output_tokens: float, matched_tokens: float, priority: float
+) -> None:
     """A request was sent to the instance."""
     instance.dispatched += 1
-    instance.in_flight += 1
+    _take_in(instance, predicted_output_tokens, priority)
     instance.unstarted += 1
     instance.unstarted_prompt_tokens += prompt_tokens
     instance.unstarted_prompt_blocks += np.ceil(prompt_tokens / instance.block_size)
     instance.unstarted_uncached_tokens += prompt_tokens - matched_tokens
+
+
+@inlined
+def on_arrival(
+    instance: Any, prompt_tokens: float, predicted_output_tokens: float, streamed_tokens: float, priority: float
+) -> None:
+    """A running request moved to the instance, `streamed_tokens` of its answer behind it."""
+    _take_in(instance, predicted_output_tokens, priority)
+    instance.started_prompt_tokens += prompt_tokens
+    instance.streamed_tokens += streamed_tokens
+
+
+@inlined
+def _take_in(instance: Any, predicted_output_tokens: float, priority: float) -> None:
+    instance.in_flight += 1
+    instance.urgent += 1 if priority < 0 else 0
     instance.predicted_output_tokens += predicted_output_tokens
 
 
@@ -56,14 +74,16 @@ def on_end(
     predicted_output_tokens: float,
     matched_tokens: float,
     streamed_tokens: float,
+    priority: float,
 ) -> None:
-    """The request finished, failed or was cancelled after `streamed_tokens` (0: it never started)."""
+    """The request finished, failed, moved or was cancelled after `streamed_tokens` (0: it never started)."""
     if streamed_tokens == 0:
         _forget_unstarted(instance, prompt_tokens, matched_tokens)
     else:
         instance.started_prompt_tokens -= prompt_tokens
     instance.streamed_tokens -= streamed_tokens
     instance.predicted_output_tokens -= predicted_output_tokens
+    instance.urgent -= 1 if priority < 0 else 0
     instance.in_flight -= 1
 
 
@@ -75,6 +95,7 @@ def stock_load(instance: Any) -> None:
     instance.head_demand_blocks = instance.head_prompt_blocks
     instance.queued = instance.unstarted
     instance.batched = instance.in_flight - instance.unstarted
+    instance.preempted = 0.0
 
 
 @dataclass
@@ -85,6 +106,7 @@ class _InFlight:
     prompt_tokens: int
     predicted_output_tokens: float
     matched_tokens: int
+    priority: float
     streamed_tokens: int = 0
 
 
@@ -109,6 +131,7 @@ class Ledger:
         prompt_tokens: int,
         predicted_output_tokens: float,
         matched_tokens: int,
+        priority: float = 0.0,
     ) -> None:
         """A request was sent to the instance in this slot.
 
@@ -118,6 +141,7 @@ class Ledger:
             prompt_tokens: exact length of the prompt, at least 1.
             predicted_output_tokens: predicted length of the answer.
             matched_tokens: tokens of the prompt that the prefix index held for the instance.
+            priority: lower is earlier.
 
         Raises:
             ValueError: an argument is out of its range; nothing is accounted for.
@@ -142,9 +166,9 @@ class Ledger:
             raise ValueError(
                 f"block_size of instance {slot} is {instance['block_size']}; expected it set before a dispatch"
             )
-        self._in_flight[request_id] = _InFlight(slot, prompt_tokens, predicted_output_tokens, matched_tokens)
+        self._in_flight[request_id] = _InFlight(slot, prompt_tokens, predicted_output_tokens, matched_tokens, priority)
         self._unstarted[slot][request_id] = math.ceil(prompt_tokens / instance["block_size"])
-        on_dispatch(instance, prompt_tokens, predicted_output_tokens, matched_tokens)
+        on_dispatch(instance, prompt_tokens, predicted_output_tokens, matched_tokens, priority)
         self._refresh(slot)
 
     def tokens(self, request_id: str, tokens: int) -> None:
@@ -179,6 +203,7 @@ class Ledger:
             request.predicted_output_tokens,
             request.matched_tokens,
             request.streamed_tokens,
+            request.priority,
         )
         self._refresh(request.slot)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -11,12 +12,18 @@ import numpy as np
 from numba import types
 
 from fleetpilot.fleet.jit import function_pointer, kernel
-from fleetpilot.fleet.view import FLEET_VIEW, INSTANCE_VIEW, NONE, REQUEST_VIEW, Decision, FleetView
+from fleetpilot.fleet.view import FLEET_VIEW, INSTANCE_VIEW, KIND_DISPATCH, NONE, REQUEST_VIEW, Decision, FleetView
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """Chooses one instance, or none, whenever the simulator or the dispatcher asks."""
+    """Chooses one instance, or none, whenever the simulator or the dispatcher asks.
+
+    It is asked to dispatch and nothing else, unless it has an attribute ``kinds``: see `kinds_of`.
+
+    Attributes:
+        name: as in results.
+    """
 
     name: str
 
@@ -25,6 +32,11 @@ class Policy(Protocol):
 
     def decide(self, view: FleetView) -> Decision:
         """Choose for each row of the view. Rows are the same fleets from call to call since `reset`."""
+
+
+def kinds_of(policy: Policy) -> tuple[int, ...]:
+    """The kinds of decision that a policy answers: `fleetpilot.fleet.view.KIND_DISPATCH`, ..."""
+    return getattr(policy, "kinds", (KIND_DISPATCH,))
 
 
 Choose = Callable[[Any, Any, Any], int]
@@ -42,10 +54,21 @@ class CompiledPolicy:
     Args:
         name: as listed by ``fleetpilot list policies``.
         choose: see `Choose`. Plain Python that Numba compiles.
+        kinds: of decision that it answers, dispatch alone by default.
+
+    Raises:
+        TypeError: `name` is no text, or `choose` no function.
+        ValueError: `name` is empty, or `choose` does not take three arguments.
     """
 
-    def __init__(self, name: str, choose: Choose):
+    def __init__(self, name: str, choose: Choose, kinds: tuple[int, ...] = (KIND_DISPATCH,)):
+        if not isinstance(name, str):
+            raise TypeError(f"name = {name!r}: expected a text")
+        if not name.strip():
+            raise ValueError(f"name = {name!r}: expected a text that is not empty")
+        _check_choose(choose)
         self.name = name
+        self.kinds = kinds
         self.python_choose = choose
 
     @cached_property
@@ -64,6 +87,18 @@ class CompiledPolicy:
 
     def __repr__(self) -> str:
         return f"CompiledPolicy({self.name!r})"
+
+
+def _check_choose(choose: object) -> None:
+    if not inspect.isfunction(choose):
+        raise TypeError(f"choose = {choose!r}: expected a plain function choose(instances, requests, fleets) -> slot")
+    signature = inspect.signature(choose)
+    try:
+        signature.bind(None, None, None)
+    except TypeError:
+        raise ValueError(
+            f"choose = {choose.__name__}{signature}: expected three arguments, (instances, requests, fleets)"
+        ) from None
 
 
 @kernel

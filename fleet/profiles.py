@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
+import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
@@ -108,17 +108,8 @@ class HardwareProfile:
         Raises:
             ValueError: Naming the field, its value and what was expected.
         """
-        for name in ("name", "gpu", "model", "engine"):
-            self._require(_is_text(getattr(self, name)), name, "a text that is not empty")
-        self._require(self.scheduler in SCHEDULERS, "scheduler", f"one of {', '.join(SCHEDULERS)}")
-        for name in _COUNTS:
-            self._require(_is_whole(getattr(self, name)) and getattr(self, name) > 0, name, "a whole number > 0")
-        for name in ("prefix_cache", "priority_order"):
-            self._require(isinstance(getattr(self, name), bool), name, "true or false")
-        for name in (*_TIME_COEFFICIENTS, "jitter_sigma"):
-            self._require(_is_number(getattr(self, name)) and getattr(self, name) >= 0, name, "a finite number >= 0")
-        for name in ("expert_share", "watermark"):
-            self._require(_is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, name, "a number in [0, 1)")
+        for name, (holds, expectation) in _KINDS.items():
+            self._require(holds(getattr(self, name)), name, expectation)
         self._require(self.w_e_s == 0 or self.expert_share > 0, "expert_share", "> 0 where w_e is > 0")
         if all(getattr(self, name) == 0 for name in _TIME_COEFFICIENTS if name != "c_s"):
             self._fail("every cost coefficient but c", "0", "a decode step that takes time")
@@ -240,7 +231,7 @@ class HardwareProfile:
 
 
 _COST_KEYS = tuple(name.removesuffix("_s") + "_ms" if name in _TIME_COEFFICIENTS else name for name in COST.names or ())
-_TABLES = ("cost", "provenance")
+_TABLES = {"cost": _COST_KEYS, "provenance": PROVENANCE_KEYS}
 _FIELDS = {f.name: f for f in dataclasses.fields(HardwareProfile)}
 _TOP_KEYS = tuple(name for name in _FIELDS if name not in (COST.names or ()) and name not in _TABLES)
 
@@ -274,9 +265,12 @@ def profile_from_dict(data: Mapping[str, Any], source: str = "profile") -> Hardw
 
 
 def _table(data: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
-    table = data.get(key)
+    expectation = f"expected a table [{key}] of {', '.join(_TABLES[key])}"
+    if key not in data:
+        raise ValueError(f"{source}: {key} is missing: {expectation}")
+    table = data[key]
     if not isinstance(table, Mapping):
-        raise ValueError(f"{source}: {key} = {table!r}: expected a table [{key}]")
+        raise ValueError(f"{source}: {key} = {table!r}: {expectation}")
     return table
 
 
@@ -288,7 +282,8 @@ def _check_keys(data: Mapping[str, Any], known: tuple[str, ...], prefix: str, so
     for key in known:
         optional = key in _FIELDS and _FIELDS[key].default is not dataclasses.MISSING
         if key not in data and not optional:
-            raise ValueError(f"{source}: {prefix}{key} is missing: expected, as it has no default")
+            expectation = _KINDS[key.removesuffix("_ms") + "_s" if key.endswith("_ms") else key][1]
+            raise ValueError(f"{source}: {prefix}{key} is missing: expected {expectation}")
 
 
 def profile_to_toml(profile: HardwareProfile) -> str:
@@ -327,7 +322,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     """
     text = os.fspath(name_or_path)
     if text.endswith(".toml") or os.sep in text:
-        source, content = text, Path(text).read_text(encoding="utf-8")
+        source, content = text, _own_file(text)
     else:
         if text not in list_profiles():
             close = ", ".join(difflib.get_close_matches(text, list_profiles(), n=3) or list_profiles())
@@ -336,9 +331,16 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         content = files("fleetpilot.fleet.data").joinpath(source).read_text(encoding="utf-8")
     try:
         data = tomllib.loads(content)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{source}: expected TOML: {error}") from None
     return profile_from_dict(data, source)
+
+
+def _own_file(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected TOML, a text: {error}") from None
 
 
 def profile_rows() -> list[dict[str, str]]:
@@ -360,12 +362,28 @@ def profile_rows() -> list[dict[str, str]]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _LARGEST_COUNT
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
+
+
+_LARGEST_COUNT = 2**31 - 1
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("name", "gpu", "model", "engine"), (_is_text, "a text that is not empty")),
+    "scheduler": (lambda value: value in SCHEDULERS, f"one of {', '.join(SCHEDULERS)}"),
+    **dict.fromkeys(_COUNTS, (_is_count, f"a whole number from 1 to {_LARGEST_COUNT}")),
+    **dict.fromkeys(("prefix_cache", "priority_order"), (lambda value: isinstance(value, bool), "true or false")),
+    **dict.fromkeys(
+        (*_TIME_COEFFICIENTS, "jitter_sigma"), (lambda value: _is_number(value) and value >= 0, "a finite number >= 0")
+    ),
+    **dict.fromkeys(
+        ("expert_share", "watermark"), (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)")
+    ),
+}
+"""By field: whether a value will do, and what will in words."""

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 NONE = -1
 """The choice "no instance": hold the request at the dispatcher."""
 
-KIND_DISPATCH = 0
+KIND_DISPATCH, KIND_PREFILL, KIND_DECODE, KIND_SOURCE, KIND_DESTINATION, KIND_SCALE = range(6)
+"""What a decision is about, in `FleetView.fleet["kind"]`: where a request goes, whence one moves and where to, which
+instance is started, drained or kept."""
 
 STATE_ABSENT, STATE_STARTING, STATE_READY, STATE_DRAINING, STATE_FAILED = range(5)
 
@@ -53,8 +55,10 @@ INSTANCE_FIELDS: tuple[Field, ...] = (
     Field("preemptions", "f8", "poll", "count", "vllm:num_preemptions_total"),
     Field("prefix_queries_tokens", "f8", "poll", "tokens", "vllm:prefix_cache_queries_total"),
     Field("prefix_hits_tokens", "f8", "poll", "tokens", "vllm:prefix_cache_hits_total"),
+    Field("migrating", "i8", "dispatcher", "0/1", "whether it takes part in a migration, as source or destination"),
     Field("dispatched", "f8", "ledger", "requests", "requests dispatched to it so far"),
     Field("in_flight", "f8", "ledger", "requests", "dispatched and not ended"),
+    Field("urgent", "f8", "ledger", "requests", "in flight with a priority before the default, 0"),
     Field("unstarted", "f8", "ledger", "requests", "in flight without a first token"),
     Field("unstarted_prompt_tokens", "f8", "ledger", "tokens", "prompt tokens of the unstarted requests"),
     Field("unstarted_prompt_blocks", "f8", "ledger", "blocks", "KV blocks for the prompts of the unstarted requests"),
@@ -97,6 +101,13 @@ INSTANCE_FIELDS: tuple[Field, ...] = (
         "requests in the batch: in_flight - unstarted; engine-reported mode: exact",
     ),
     Field(
+        "preempted",
+        "f8",
+        "poll",
+        "requests",
+        "preempted requests that wait to be admitted again; only engine-reported mode tells, else 0",
+    ),
+    Field(
         "matched_tokens", "f8", "prefix index", "tokens", "tokens of this request's prompt that the index holds for it"
     ),
     Field("indexed_tokens", "f8", "prefix index", "tokens", "tokens the index holds for it"),
@@ -104,6 +115,7 @@ INSTANCE_FIELDS: tuple[Field, ...] = (
 
 REQUEST_FIELDS: tuple[Field, ...] = (
     Field("prompt_tokens", "f8", "request", "tokens", "exact prompt length"),
+    Field("streamed_tokens", "f8", "ledger", "tokens", "tokens of its answer streamed so far; 0 for a new request"),
     Field("predicted_output_tokens", "f8", "request", "tokens", "a length predictor's answer"),
     Field("priority", "f8", "request", "", "lower is earlier, as in vLLM"),
     Field("slo_class", "i8", "request", "", "index of the SLO class"),
@@ -116,8 +128,8 @@ REQUEST_FIELDS: tuple[Field, ...] = (
 
 FLEET_FIELDS: tuple[Field, ...] = (
     Field("time_s", "f8", "dispatcher", "s", "now"),
-    Field("kind", "i8", "dispatcher", "", "KIND_DISPATCH, ..."),
-    Field("may_hold", "i8", "dispatcher", "0/1", "whether NONE (hold) is a legal choice"),
+    Field("kind", "i8", "dispatcher", "", "what the decision is about: KIND_DISPATCH, ..."),
+    Field("may_hold", "i8", "dispatcher", "0/1", "whether NONE is a legal choice: hold; no migration; no scaling"),
     Field("held", "f8", "dispatcher", "requests", "requests held at the dispatcher"),
     Field("decisions", "i8", "dispatcher", "count", "decisions answered with an instance so far"),
     Field("random_key", "u8", "dispatcher", "", "fresh random bits for this decision, from the run's tie-break seed"),
@@ -126,7 +138,7 @@ FLEET_FIELDS: tuple[Field, ...] = (
         "i8",
         "dispatcher",
         "0/1",
-        "1 where the last five load fields are exact (papers' experiments only)",
+        "1 where the load fields are exact (papers' experiments only)",
     ),
 )
 

@@ -147,6 +147,7 @@ class Dispatcher:
         block_size = engine.config.block_size
         view["dispatched"] = len(self.dispatched[i])
         view["in_flight"] = len(in_flight)
+        view["urgent"] = sum(self.table.priority[job.row] < 0 for job in in_flight)
         view["unstarted"] = len(unstarted)
         view["unstarted_prompt_tokens"] = sum(job.prompt for job in unstarted)
         view["unstarted_prompt_blocks"] = sum(math.ceil(job.prompt / block_size) for job in unstarted)
@@ -170,6 +171,7 @@ class Dispatcher:
         view["head_demand_blocks"] = demand(engine.waiting[0]) if engine.waiting else 0
         view["queued"] = len(engine.waiting)
         view["batched"] = len(engine.running)
+        view["preempted"] = sum(not math.isnan(job.lost_at_s) for job in engine.waiting)
 
 
 def expected_views(cluster: Cluster, telemetry: Telemetry) -> list[FleetView]:

@@ -32,6 +32,7 @@ class Request:
     prompt: int
     predicted: int
     matched: int
+    priority: int
     streamed: int = 0
 
 
@@ -48,9 +49,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(slot=st.integers(0, SLOTS - 1), prompt=st.integers(1, 100), predicted=st.integers(0, 50), data=st.data())
     def dispatch(self, slot: int, prompt: int, predicted: int, data: st.DataObject) -> None:
         matched = data.draw(st.integers(0, prompt))
+        priority = data.draw(st.integers(-1, 1))
         name = f"r{sum(self.dispatched)}"
-        self.ledger.dispatch(name, slot, prompt, predicted, matched)
-        self.requests[name] = Request(slot, prompt, predicted, matched)
+        self.ledger.dispatch(name, slot, prompt, predicted, matched, priority)
+        self.requests[name] = Request(slot, prompt, predicted, matched, priority)
         self.dispatched[slot] += 1
 
     @precondition(lambda self: self.requests)
@@ -78,6 +80,7 @@ class LedgerMachine(RuleBasedStateMachine):
             expected = {
                 "dispatched": self.dispatched[slot],
                 "in_flight": len(here),
+                "urgent": sum(request.priority < 0 for request in here),
                 "unstarted": len(unstarted),
                 "unstarted_prompt_tokens": sum(request.prompt for request in unstarted),
                 "unstarted_prompt_blocks": sum(blocks),

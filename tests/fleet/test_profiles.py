@@ -261,8 +261,10 @@ def test_the_record_is_what_kernels_compute_with(profile: HardwareProfile) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_blocks": 0}, r"kv_blocks = 0: expected a whole number > 0"),
-        ({"tp": 1.5}, r"tp = 1.5: expected a whole number > 0"),
+        ({"kv_blocks": 0}, r"kv_blocks = 0: expected a whole number from 1 to 2147483647"),
+        ({"kv_blocks": 10**30}, r"kv_blocks = 10+: expected a whole number from 1 to 2147483647"),
+        ({"a_s": 10**400}, r"a_s = 10+: expected a finite number >= 0"),
+        ({"tp": 1.5}, r"tp = 1.5: expected a whole number from 1"),
         ({"gpu": " "}, r"gpu = ' ': expected a text"),
         ({"prefix_cache": 1}, r"prefix_cache = 1: expected true or false"),
         ({"scheduler": "fcfs"}, r"scheduler = 'fcfs': expected one of chunked, prefill_first"),
@@ -298,11 +300,12 @@ def test_a_wrong_file_is_refused_by_its_name(tmp_path: Path) -> None:
     for old, new, message in (
         ("a_ms = 4.609", "a_ms = -1", r"wrong.toml: cost.a_ms = -1: expected a finite number >= 0"),
         ("a_ms = 4.609", "a_ms = nan", r"wrong.toml: cost.a_ms = nan: expected a finite number >= 0"),
-        ("a_ms = 4.609", "", r"wrong.toml: cost.a_ms is missing"),
+        ("a_ms = 4.609", "", r"wrong.toml: cost.a_ms is missing: expected a finite number >= 0"),
         ("a_ms = 4.609", "a_ms = 1\na_s = 1", r"wrong.toml: cost.a_s = 1: unknown field: expected one of a_ms, "),
         ("tp = 1", "tp = 1\npp = 2", r"wrong.toml: pp = 2: unknown field"),
-        ("tp = 1\n", "", r"wrong.toml: tp is missing"),
-        ("[cost]", "[costs]", r"wrong.toml: cost = None: expected a table \[cost\]"),
+        ("tp = 1\n", "", r"wrong.toml: tp is missing: expected a whole number from 1"),
+        ('name = "tiny-cpu"', "", r"wrong.toml: name is missing: expected a text that is not empty"),
+        ("[cost]", "[costs]", r"wrong.toml: cost is missing: expected a table \[cost\] of a_ms, w_ms"),
         (
             "block_size = 32",
             "block_size = 0",
@@ -315,6 +318,23 @@ def test_a_wrong_file_is_refused_by_its_name(tmp_path: Path) -> None:
         path.write_text(text.replace(old, new, 1), encoding="utf-8")
         with pytest.raises(ValueError, match=message):
             load_profile(path)
+
+
+def test_a_table_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    top, _, _ = profile_to_toml(PROFILES["tiny-cpu"]).partition("[provenance]")
+    path.write_text(f"provenance = 'wat'\n{top}", encoding="utf-8")
+    expected = r"wrong.toml: provenance = 'wat': expected a table \[provenance\] of cost, fitted_range"
+    with pytest.raises(ValueError, match=expected):
+        load_profile(path)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"a = " + 100_000 * b"[", b"a = " + 5_000 * b"9"])
+def test_what_is_no_toml_is_refused_by_its_name(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"wrong\.toml: expected TOML"):
+        load_profile(path)
 
 
 def test_an_unknown_profile_names_those_that_are_close() -> None:

@@ -1,0 +1,398 @@
+"""Live migration: a running request moves to another instance with its KV cache (docs/model.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fleetpilot.cluster import prefix_cache
+from fleetpilot.cluster.iterations import interrupt
+from fleetpilot.cluster.kv_cache import available_blocks, blocks_for, release, take
+from fleetpilot.cluster.memory import (
+    batch_at,
+    counts_at,
+    engine_at,
+    env_at,
+    instance_at,
+    migration_at,
+    migration_log_at,
+    next_at,
+    slot_at,
+    view_instance_at,
+)
+from fleetpilot.cluster.scheduler import (
+    dequeue,
+    enqueue,
+    first_finish,
+    insert_in_batch,
+    join_decodes,
+    leave_decodes,
+    remove,
+)
+from fleetpilot.cluster.state import (
+    COMPLETED,
+    COPYING,
+    DESTINATION_DIED,
+    HANDING_OVER,
+    IDLE,
+    LEFT,
+    MOVED,
+    NEVER,
+    NIL,
+    NO_SPACE,
+    PREEMPTED,
+    STOPPING,
+    TOO_LONG,
+)
+from fleetpilot.cluster.unstarted import enter_unstarted, leave_unstarted
+from fleetpilot.fleet import ledger
+from fleetpilot.fleet.jit import inlined, kernel
+from fleetpilot.fleet.view import STATE_DRAINING, STATE_READY
+
+LAST, SHORTEST, LONGEST, LOWEST_PRIORITY = range(4)
+"""Which request leaves a source: `cluster.config.REQUEST_CHOICES`."""
+
+
+@kernel
+def leaving_position(s: Any, inst: Any, choice: int) -> int:
+    """Position in the batch of the decoding request that leaves by the rule, NIL without one."""
+    best = NIL
+    best_tokens = 0
+    best_priority = 0
+    for position in range(inst.in_batch):
+        entry = batch_at(s, inst.batch0 + position)
+        if entry.finish_step != NEVER:
+            slot = slot_at(s, entry.slot)
+            tokens = slot.prompt_tokens + slot.generated
+            better = best == NIL or choice == LAST
+            if choice == SHORTEST:
+                better = better or tokens <= best_tokens
+            elif choice == LONGEST:
+                better = better or tokens >= best_tokens
+            elif choice == LOWEST_PRIORITY:
+                better = better or slot.priority > best_priority
+                better = better or (slot.priority == best_priority and tokens <= best_tokens)
+            if better:
+                best, best_tokens, best_priority = position, tokens, slot.priority
+    return best
+
+
+@kernel
+def leaving_slot(s: Any, env: Any, g: int) -> int:
+    """The request that would leave instance `g`: a decoding one; a draining instance offers a waiting one too."""
+    inst = instance_at(s, g)
+    if inst.decodes > 0:
+        position = leaving_position(s, inst, env.request_choice)
+        return batch_at(s, inst.batch0 + position).slot  # type: ignore[no-any-return]
+    return inst.tail if inst.life == STATE_DRAINING else NIL  # type: ignore[no-any-return]
+
+
+@inlined
+def may_be_source(s: Any, env: Any, g: int) -> bool:
+    """Whether a SOURCE decision may choose the instance."""
+    inst = instance_at(s, g)
+    serving = inst.life == STATE_READY or inst.life == STATE_DRAINING
+    if not serving or inst.migration != NIL or inst.source_tick == env.rebalance_tick:
+        return False
+    return leaving_slot(s, env, g) != NIL  # type: ignore[no-any-return]
+
+
+@inlined
+def may_be_destination(s: Any, env: Any, g: int) -> bool:
+    """Whether a DESTINATION decision may choose the instance."""
+    inst = instance_at(s, g)
+    return inst.life == STATE_READY and inst.migration == NIL and g != env.source  # type: ignore[no-any-return]
+
+
+@inlined
+def _reserve(s: Any, env: Any, g: int, blocks: int) -> bool:
+    """PRE-ALLOC: take blocks at the destination, if so many are free."""
+    inst = instance_at(s, g)
+    if blocks > available_blocks(inst):
+        return False
+    take(s, inst, blocks)
+    inst.reserved_blocks += blocks
+    return True
+
+
+@inlined
+def _copy(s: Any, env: Any, g: int, blocks: int, time_s: float) -> None:
+    """The next stage of the migration from `g` begins: so many blocks, reserved already."""
+    migration = migration_at(s, g)
+    engine = engine_at(s, g)
+    migration.stages += 1
+    migration.stage_blocks = blocks
+    copied_bytes = blocks * engine.kv_bytes_per_block
+    migration.end_s = time_s + (env.round_trip_s + copied_bytes / env.bandwidth_bytes_per_s)
+
+
+@inlined
+def _log(s: Any, env: Any, g: int, outcome: int, time_s: float) -> None:
+    migration = migration_at(s, g)
+    if counts_at(s, 0).migrations_size > 0:
+        entry = migration_log_at(s, counts_at(s, 0).migrations)
+        entry.row = migration.row
+        entry.source = g - env.instance0
+        entry.destination = migration.destination - env.instance0
+        entry.start_s = migration.start_s
+        entry.stop_s = migration.stop_s
+        entry.end_s = time_s
+        entry.stages = migration.stages
+        entry.blocks = migration.copied_blocks + migration.stage_blocks
+        entry.outcome = outcome
+        counts_at(s, 0).migrations += 1
+    env.migrations_ended += 1
+    if outcome in (COMPLETED, MOVED):
+        env.migrations_completed += 1
+
+
+@kernel
+def begin(s: Any, e: int, g: int, destination: int) -> None:
+    """The request that leaves `g` begins to move to another instance."""
+    env = env_at(s, e)
+    interrupt(s, env, g, env.time_s)
+    interrupt(s, env, destination, env.time_s)
+    index = leaving_slot(s, env, g)
+    slot = slot_at(s, index)
+    inst = instance_at(s, g)
+    migration = migration_at(s, g)
+    migration.slot = index
+    migration.row = slot.row
+    migration.destination = destination
+    migration.stages = 0
+    migration.copied_blocks = 0
+    migration.stage_blocks = 0
+    migration.preemptions = slot.preemptions
+    migration.start_s = env.time_s
+    migration.stop_s = np.nan
+    if inst.decodes == 0:
+        _move_waiting(s, env, g, destination, index)
+        _log(s, env, g, MOVED, env.time_s)
+        return
+    engine = engine_at(s, g)
+    blocks = _computed(inst, slot) // engine.block_size
+    if not _reserve(s, env, destination, blocks):
+        _log(s, env, g, NO_SPACE, env.time_s)
+        return
+    migration.phase = COPYING
+    inst.migration = g
+    instance_at(s, destination).migration = g
+    inst.changed = 1
+    instance_at(s, destination).changed = 1
+    _copy(s, env, g, blocks, env.time_s)
+
+
+@inlined
+def _computed(inst: Any, slot: Any) -> int:
+    """Tokens whose KV a decoding request holds."""
+    return slot.prompt_tokens + slot.generated + inst.steps_done - 1  # type: ignore[no-any-return]
+
+
+@kernel
+def _move_waiting(s: Any, env: Any, g: int, destination: int, index: int) -> None:
+    """A waiting request leaves the queue and joins the destination's."""
+    inst, other = instance_at(s, g), instance_at(s, destination)
+    slot = slot_at(s, index)
+    dequeue(s, inst, engine_at(s, g), index)
+    if slot.resident_blocks > 0:
+        prefix_cache.remove_extent(s, inst, -2 - index)
+        inst.free_blocks += slot.resident_blocks
+        slot.resident_blocks = 0
+    waits_again = 0 if np.isnan(slot.preempted_s) else 1
+    inst.preempted_waiting -= waits_again
+    other.preempted_waiting += waits_again
+    move_in_ledger(s, env, index, destination)
+    enqueue(s, other, engine_at(s, destination), index, False)
+    slot.migrations += 1
+
+
+@kernel
+def move_in_ledger(s: Any, env: Any, index: int, destination: int) -> None:
+    """The dispatcher's account of the request goes from its instance to another, and the request with it."""
+    slot = slot_at(s, index)
+    inst, view = instance_at(s, slot.instance), view_instance_at(s, slot.instance)
+    other, other_view = instance_at(s, destination), view_instance_at(s, destination)
+    prompt_tokens = slot.prompt_tokens + slot.restart_tokens
+    streamed_tokens = slot.generated - slot.restart_tokens
+    ledger.on_end(
+        view,
+        prompt_tokens,
+        slot.predicted_output_tokens,
+        slot.indexed_match_tokens,
+        0 if slot.unstarted != 0 else streamed_tokens,
+        slot.priority,
+    )
+    if slot.unstarted != 0:
+        leave_unstarted(s, inst, view, slot)
+        slot.indexed_match_tokens = 0
+        ledger.on_dispatch(other_view, prompt_tokens, slot.predicted_output_tokens, 0, slot.priority)
+        other_view.dispatched -= 1
+        enter_unstarted(s, other, other_view, index)
+    else:
+        inst.streamed_tokens -= streamed_tokens
+        other.streamed_tokens += streamed_tokens
+        ledger.on_arrival(other_view, prompt_tokens, slot.predicted_output_tokens, streamed_tokens, slot.priority)
+    ledger.stock_load(view)
+    ledger.stock_load(other_view)
+    slot.instance = destination
+
+
+@kernel
+def end_stage(s: Any, env: Any, g: int, time_s: float) -> None:
+    """What was being copied from `g` is there."""
+    migration = migration_at(s, g)
+    migration.copied_blocks += migration.stage_blocks
+    migration.stage_blocks = 0
+    if migration.phase == HANDING_OVER:
+        _commit(s, env, g, time_s)
+        return
+    interrupt(s, env, g, time_s)
+    interrupt(s, env, migration.destination, time_s)
+    outcome = _gone(s, migration)
+    if outcome != NIL:
+        abort(s, env, g, outcome, time_s)
+        return
+    inst, engine = instance_at(s, g), engine_at(s, g)
+    computed = _computed(inst, slot_at(s, migration.slot))
+    if blocks_for(computed, engine.block_size) - migration.copied_blocks <= env.last_stage_blocks:
+        migration.phase = STOPPING
+        migration.end_s = np.inf
+        inst.stopping = 1
+        env.stopping += 1
+    elif migration.stages >= env.max_stages - 1:
+        abort(s, env, g, TOO_LONG, time_s)
+    else:
+        blocks = computed // engine.block_size - migration.copied_blocks
+        if _reserve(s, env, migration.destination, blocks):
+            _copy(s, env, g, blocks, time_s)
+        else:
+            abort(s, env, g, NO_SPACE, time_s)
+
+
+@inlined
+def _gone(s: Any, migration: Any) -> int:
+    """Why the request no longer decodes at the source, or NIL."""
+    slot = slot_at(s, migration.slot)
+    if slot.row != migration.row:
+        return LEFT
+    return PREEMPTED if slot.preemptions != migration.preemptions else NIL
+
+
+@kernel
+def stop(s: Any, env: Any, g: int, time_s: float) -> None:
+    """A boundary of the source: the request leaves its batch and the rest of it is copied."""
+    migration = migration_at(s, g)
+    inst, engine = instance_at(s, g), engine_at(s, g)
+    inst.stopping = 0
+    env.stopping -= 1
+    # boundaries of equal times go by instance: one of the destination may have been already
+    seen_s = np.nextafter(time_s, np.inf) if migration.destination < g else time_s
+    interrupt(s, env, migration.destination, seen_s)
+    outcome = _gone(s, migration)
+    if outcome == NIL:
+        slot = slot_at(s, migration.slot)
+        blocks = blocks_for(_computed(inst, slot), engine.block_size) - migration.copied_blocks
+        if _reserve(s, env, migration.destination, blocks):
+            position = inst.in_batch - 1
+            while batch_at(s, inst.batch0 + position).slot != migration.slot:
+                position -= 1
+            if slot.sat_out == 0:
+                slot.joined_s = max(slot.joined_s, inst.last_decode_s)
+            leave_decodes(s, inst, engine, slot)
+            remove(s, inst, position)
+            inst.first_finish_step = first_finish(s, inst)
+            inst.changed = 1
+            slot.stopped_s = time_s
+            migration.stop_s = time_s
+            migration.phase = HANDING_OVER
+            _copy(s, env, g, blocks, time_s)
+            return
+        outcome = NO_SPACE
+    abort(s, env, g, outcome, time_s)
+
+
+@inlined
+def _end(s: Any, env: Any, g: int) -> None:
+    """Both sides are free for other migrations and run at full speed again."""
+    env.candidates_kind = NIL
+    inst = instance_at(s, g)
+    other = instance_at(s, migration_at(s, g).destination)
+    inst.migration = NIL
+    other.migration = NIL
+    inst.changed = 1
+    other.changed = 1
+
+
+@kernel
+def abort(s: Any, env: Any, g: int, outcome: int, time_s: float) -> None:
+    """Both sides are brought to the present already; the destination forgets what it holds for the request."""
+    migration = migration_at(s, g)
+    inst, other = instance_at(s, g), instance_at(s, migration.destination)
+    if migration.phase == STOPPING and inst.stopping != 0:
+        inst.stopping = 0
+        env.stopping -= 1
+    blocks = migration.copied_blocks + migration.stage_blocks
+    other.free_blocks += blocks
+    other.reserved_blocks -= blocks
+    if outcome == DESTINATION_DIED and migration.phase == HANDING_OVER:
+        _await_join(s, g, migration.slot, time_s)
+    _log(s, env, g, outcome, time_s)
+    _end(s, env, g)
+
+
+@inlined
+def _await_join(s: Any, g: int, index: int, time_s: float) -> None:
+    """The request joins the batch of `g` at its next boundary, after those that came before it."""
+    inst = instance_at(s, g)
+    if inst.doing == IDLE:
+        next_at(s, g).time_s = time_s
+    slot_at(s, index).next = NIL
+    if inst.incoming == NIL:
+        inst.incoming = index
+        return
+    last = inst.incoming
+    while slot_at(s, last).next != NIL:
+        last = slot_at(s, last).next
+    slot_at(s, last).next = index
+
+
+@kernel
+def _commit(s: Any, env: Any, g: int, time_s: float) -> None:
+    """The request is the destination's; the source forgets it."""
+    migration = migration_at(s, g)
+    destination = migration.destination
+    index = migration.slot
+    slot = slot_at(s, index)
+    interrupt(s, env, g, time_s)
+    interrupt(s, env, destination, time_s)
+    inst, engine = instance_at(s, g), engine_at(s, g)
+    computed = slot.prompt_tokens + slot.generated - 1
+    release(s, inst, engine, index, computed, blocks_for(computed, engine.block_size), False)
+    move_in_ledger(s, env, index, destination)
+    other, other_engine = instance_at(s, destination), engine_at(s, destination)
+    other.reserved_blocks -= migration.copied_blocks
+    if other_engine.prefix_cache != 0:
+        prefix_cache.pin(s, other, index, 0, other_engine.block_size)
+        prefix_cache.fill(s, other, slot, computed, other_engine.block_size)
+    slot.migrations += 1
+    _await_join(s, destination, index, time_s)
+    _log(s, env, g, COMPLETED, time_s)
+    _end(s, env, g)
+
+
+@kernel
+def join(s: Any, g: int, time_s: float) -> None:
+    """A boundary: requests that have come, or come back from a hand-over, join the batch."""
+    inst, engine = instance_at(s, g), engine_at(s, g)
+    while inst.incoming != NIL and inst.in_batch < engine.max_num_seqs:
+        index = inst.incoming
+        slot = slot_at(s, index)
+        inst.incoming = slot.next
+        last_token_s = slot.joined_s
+        join_decodes(s, inst, engine, insert_in_batch(s, inst, engine, index), time_s)
+        slot.joined_s = last_token_s
+        slot.sat_out = 1
+        slot.downtime_s += time_s - slot.stopped_s
+        inst.uneven = 1
+        inst.changed = 1
