@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from fleetpilot.cluster.state import IDLE, NEVER, NIL, State, as_records
+from fleetpilot.cluster.state import HANDING_OVER, IDLE, NEVER, NIL, State, as_records
 
 
 def check(state: State, e: int = 0) -> None:
@@ -20,9 +20,11 @@ def check(state: State, e: int = 0) -> None:
     s = as_records(state)
     env = s.env[e]
     places = Counter(_held(s, e))
+    places.update(_list(s, env.returned_head))
     for g in range(env.instance0, env.instance0 + env.instances):
-        places.update(_waiting(s, g))
+        places.update(_list(s, s.instance[g].head))
         places.update(_batch(s, g))
+        places.update(_between(s, g))
         _check_blocks(s, g)
         _check_decodes(s, g)
     if env.decision_slot != NIL and s.slot[env.decision_slot].instance == NIL:
@@ -35,17 +37,20 @@ def check(state: State, e: int = 0) -> None:
 
 
 def _held(s: State, e: int) -> Iterator[int]:
-    index = int(s.env[e].held_head) if s.env[e].held > 0 else NIL
-    while index != NIL:
-        yield index
-        index = int(s.slot[index].next)
+    return _list(s, s.env[e].held_head if s.env[e].held > 0 else NIL)
 
 
-def _waiting(s: State, g: int) -> Iterator[int]:
-    index = int(s.instance[g].head)
+def _list(s: State, index: int) -> Iterator[int]:
     while index != NIL:
-        yield index
-        index = int(s.slot[index].next)
+        yield int(index)
+        index = s.slot[index].next
+
+
+def _between(s: State, g: int) -> list[int]:
+    """Requests that hold blocks on the instance and are not in its batch: stopped for a migration, or about to join."""
+    inst = s.instance[g]
+    stopped = inst.migration == g and s.migration[g].phase == HANDING_OVER
+    return [*([int(s.migration[g].slot)] if stopped else []), *_list(s, inst.incoming)]
 
 
 def _batch(s: State, g: int) -> list[int]:
@@ -81,10 +86,14 @@ def _check_blocks(s: State, g: int) -> None:
     assert (residency["pins"] >= 0).all(), f"instance {g}: a node is pinned by less than nobody"
     pinned = int(residency["blocks"][residency["pins"] > 0].sum())
     private = sum(_held_blocks(s, g, position) for position in range(inst.in_batch))
+    for index in _between(s, g):
+        slot = s.slot[index]
+        private += -(-(int(slot.prompt_tokens + slot.generated) - 1) // int(engine.block_size)) - int(slot.node_blocks)
+    private += int(inst.reserved_blocks)
     total = int(inst.free_blocks) + unpinned + pinned + private
     assert inst.free_blocks >= 0, f"instance {g}: {inst.free_blocks} free blocks"
     assert total == engine.kv_blocks, (
-        f"instance {g}: {inst.free_blocks} free + {unpinned} unpinned + {pinned} pinned + {private} private "
+        f"instance {g}: {inst.free_blocks} free + {unpinned} unpinned + {pinned} pinned + {private} private or reserved "
         f"= {total} blocks, expected {engine.kv_blocks}"
     )
 

@@ -449,7 +449,8 @@ def advance(s: Any, e: int) -> int:
         until_s = min(until_s, min(env.next_event_s, min(rebalance_s, scale_s)))
         if not _run_instances(s, e, until_s) or (row == NIL and env.active == 0):
             continue
-        if row == NIL and env.held == 0 and env.active > 0 and next_at(s, _first_boundary(s, env)).time_s == np.inf:
+        quiet = row == NIL and env.held == 0 and env.active > 0 and env.next_event_s == np.inf
+        if quiet and next_at(s, _first_boundary(s, env)).time_s == np.inf:
             return STUCK
         if env.stop_s <= until_s and env.stop_s < np.inf:
             env.time_s = env.stop_s

@@ -24,7 +24,7 @@ from fleetpilot.cluster import FleetConfig, Telemetry
 from fleetpilot.cluster.loading import check_fits, engine_record, node_records, row_records
 from fleetpilot.cluster.state import Capacity
 from fleetpilot.envs.capacity import capacity_rps
-from fleetpilot.envs.parameters import Parameter, Range, checked_names
+from fleetpilot.envs.parameters import MAX_INSTANCES, Parameter, Range, checked_names, checked_type
 from fleetpilot.envs.requests import RequestSource
 from fleetpilot.envs.rewards import RewardWeights
 from fleetpilot.fleet.profiles import HardwareProfile, load_profile
@@ -38,7 +38,7 @@ FLEET_PARAMETERS: Mapping[str, Parameter] = {
     "load": Parameter(
         "share", 0.01, 3.0, "requests offered over what the fleet gets through when it never runs out of them"
     ),
-    "fleet_size": Parameter("instances", 1, 4096, "instances of the fleet", whole=True),
+    "fleet_size": Parameter("instances", 1, MAX_INSTANCES, "instances of the fleet", whole=True),
     "hardware_error": Parameter(
         "share", 0.0, 0.5, "each coefficient of the hardware is off its profile, which policies see, by up to this"
     ),
@@ -48,6 +48,8 @@ FLEET_PARAMETERS: Mapping[str, Parameter] = {
     "scored_requests": Parameter("requests/instance", 1, 100_000, "mean number of scored requests", whole=True),
 }
 """What every scenario's episodes have; `RequestSource.parameters` come on top."""
+
+MAX_HOLD = Parameter("s", 0.0, 1e6, "time that a request may be held at the dispatcher")
 
 _SHORTEST, _LONGEST = 0.25, 2.0  # scored part of an episode, over the mean
 _COEFFICIENTS = ("a_s", "w_s", "b_s", "w_e_s", "c_s", "d_s", "e_s", "host_step_s", "host_per_seq_s")
@@ -107,6 +109,9 @@ class Scenario:
     reward: RewardWeights = field(default_factory=RewardWeights)
 
     def __post_init__(self) -> None:
+        checked_type("profile", self.profile, (str, HardwareProfile), "a HardwareProfile, or the name or file of one")
+        checked_type("reward", self.reward, RewardWeights, "RewardWeights")
+        MAX_HOLD.checked("max_hold_s", self.max_hold_s)
         checked_names(self.ranges, self.parameters, f"parameter of scenario {self.name!r}")
         for name, value in self.ranges.items():
             self.parameters[name].checked_range(name, value)

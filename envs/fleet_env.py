@@ -93,6 +93,11 @@ class FleetEnv(gymnasium.Env[Observations, np.int64]):
         instances: int = 16,
         **changes: Any,
     ):
+        for name, owner in {"num_envs": "make_vec", "autoreset_mode": "make_vec", "max_episode_steps": "make"}.items():
+            if name in changes:
+                raise TypeError(
+                    f"{name} = {changes[name]!r}: expected none here: it is an argument of gymnasium.{owner}"
+                )
         self.render_mode = render_mode
         self._batch = FleetVectorEnv(
             1, None, render_mode, AutoresetMode.DISABLED, scenario=scenario, instances=instances, **changes

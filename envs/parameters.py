@@ -11,6 +11,9 @@ import numpy as np
 Range = float | tuple[float, float]
 """A fixed number, or the ends of a uniform distribution."""
 
+MAX_INSTANCES = 4096
+"""Slots for instances of an environment, at most."""
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -44,7 +47,8 @@ class Parameter:
             or (self.whole and value != int(value))
         ):
             kind = "a whole number" if self.whole else "a number"
-            raise ValueError(f"{name} = {value!r}: expected {kind} from {self.low:g} to {self.high:g} ({self.unit})")
+            unit = f" ({self.unit})" if self.unit else ""
+            raise ValueError(f"{name} = {value!r}: expected {kind} from {self.low:g} to {self.high:g}{unit}")
         return float(value)
 
     def checked_range(self, name: str, value: object) -> tuple[float, float]:
@@ -68,6 +72,27 @@ class Parameter:
         if self.whole:
             return min(low + math.floor(share * (high - low + 1)), high)
         return low + share * (high - low)
+
+
+def checked_count(name: str, value: object, most: int) -> int:
+    """A whole number from 1 to `most`.
+
+    Raises:
+        ValueError: naming the argument, its value and what was expected.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
+        raise ValueError(f"{name} = {value!r}: expected a whole number from 1 to {most:,}")
+    return int(value)
+
+
+def checked_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Refuse what is of another type.
+
+    Raises:
+        TypeError: naming the argument, its value and what was expected.
+    """
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} = {value!r}: expected {expected}")
 
 
 def checked_names(given: Iterable[str], known: Iterable[str], what: str) -> None:

@@ -69,7 +69,7 @@ class RewardWeights:
 
     def __post_init__(self) -> None:
         for name, weight in vars(self).items():
-            if not (math.isfinite(weight) and weight >= 0):
+            if not (isinstance(weight, int | float | np.number) and 0 <= weight < math.inf):
                 raise ValueError(f"reward weight {name} = {weight!r}: expected a finite number >= 0")
 
     def array(self) -> NDArray[np.float64]:

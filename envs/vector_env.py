@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsInt
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -20,6 +20,7 @@ from fleetpilot.cluster.batch import ClusterBatch
 from fleetpilot.cluster.state import State
 from fleetpilot.envs.episodes import Scenario
 from fleetpilot.envs.kernel import EPISODE, METRICS, Outputs, begin_rows, outputs
+from fleetpilot.envs.parameters import MAX_INSTANCES, checked_count, checked_type
 from fleetpilot.envs.rendering import RENDER_MODES, render_row
 from fleetpilot.envs.rewards import COMPONENTS
 from fleetpilot.envs.scenarios import load_scenario
@@ -38,6 +39,10 @@ from fleetpilot.fleet.jit import UNCOMPILED
 
 Observations = dict[str, NDArray[np.float32]]
 Infos = dict[str, Any]
+
+
+_MOST_ENVS, _MOST_THREADS = 65_536, 1024
+_MOST_STEPS = int(np.iinfo(np.int64).max)
 
 
 def observation_space(instances: int) -> Dict:
@@ -80,13 +85,13 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
     ``final_obs`` and ``final_info`` are dense: arrays of all rows, of which ``_final_obs`` says which count.
 
     Args:
-        num_envs: rows.
+        num_envs: rows, at most 65,536.
         max_episode_steps: truncate episodes after so many steps.
         render_mode: ``ansi`` or ``rgb_array``.
         autoreset_mode: who resets a row whose episode ended, and when. With DISABLED it is the caller, with
             ``reset(options={"reset_mask": rows})``.
         scenario: name of a scenario (`fleetpilot.envs.scenarios`), or a `Scenario`.
-        instances: slots for instances, the N of the spaces; a fleet may be smaller (`fleet_size`).
+        instances: slots for instances, the N of the spaces, at most 4,096; a fleet may be smaller (`fleet_size`).
         threads: that step the rows.
         **changes: of the scenario: parameters as a number or a range, `profile`, `reward`, `max_hold_s`
         (`Scenario.with_changes`).
@@ -106,11 +111,15 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         threads: int = 1,
         **changes: Any,
     ):
-        for name, count in {"num_envs": num_envs, "instances": instances, "threads": threads}.items():
-            if count < 1:
-                raise ValueError(f"{name} = {count}: expected at least 1")
-        if max_episode_steps is not None and max_episode_steps < 1:
-            raise ValueError(f"max_episode_steps = {max_episode_steps}: expected at least 1, or None")
+        num_envs = checked_count("num_envs", num_envs, _MOST_ENVS)
+        instances = checked_count("instances", instances, MAX_INSTANCES)
+        threads = checked_count("threads", threads, _MOST_THREADS)
+        if max_episode_steps is not None:
+            max_episode_steps = checked_count("max_episode_steps", max_episode_steps, _MOST_STEPS)
+        checked_type("scenario", scenario, (str, Scenario), "the name of a scenario, or a Scenario")
+        if autoreset_mode not in [*AutoresetMode, *(mode.value for mode in AutoresetMode)]:
+            modes = ", ".join(mode.value for mode in AutoresetMode)
+            raise ValueError(f"autoreset_mode = {autoreset_mode!r}: expected an AutoresetMode, one of {modes}")
         if render_mode not in (None, *RENDER_MODES):
             raise ValueError(f"render_mode = {render_mode!r}: expected one of {', '.join(RENDER_MODES)}, or None")
         self.num_envs = num_envs
@@ -129,7 +138,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self._episodes: NDArray[np.void] = np.zeros(num_envs, EPISODE)
         if UNCOMPILED:
             self._episodes = self._episodes.view(np.recarray)
-        self._episodes["max_steps"] = np.iinfo(np.int64).max if max_episode_steps is None else max_episode_steps
+        self._episodes["max_steps"] = max_episode_steps or _MOST_STEPS
         self._loaded = np.zeros(num_envs, np.bool_)
         self._ended = np.ones(num_envs, np.bool_)
         self._any_ended = True
@@ -161,6 +170,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         Raises:
             ValueError: naming the seed or option, its value and what was expected.
         """
+        checked_type("options", options, (dict, type(None)), "a dict of parameters to pin, or None")
         pins = dict(options or {})
         mask = self._reset_mask(pins.pop("reset_mask", None))
         pinned = self.scenario.pins(pins, self._limits)
@@ -307,11 +317,15 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
     def _row_seeds(self, seed: int | Sequence[int | None] | None) -> list[int | None]:
         if seed is None:
             return [None] * self.num_envs
-        if isinstance(seed, SupportsInt):
+        if isinstance(seed, int | np.integer):
             return [int(seed) + row for row in range(self.num_envs)]
-        if len(seed) != self.num_envs:
-            raise ValueError(f"seed = {seed!r}: expected one number, or one for each of {self.num_envs} rows")
-        return list(seed)
+        seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str) else []
+        whole = all(row_seed is None or isinstance(row_seed, int | np.integer) for row_seed in seeds)
+        if len(seeds) != self.num_envs or not whole:
+            raise ValueError(
+                f"seed = {seed!r}: expected a whole number, or one or None for each of {self.num_envs} rows"
+            )
+        return [None if row_seed is None else int(row_seed) for row_seed in seeds]
 
     def _begin(
         self, rows: NDArray[np.int64], pinned: dict[str, float], observations: Observations, infos: Infos

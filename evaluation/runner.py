@@ -19,7 +19,7 @@ from typing import Any
 from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import FleetConfig, simulate
 from fleetpilot.evaluation.provenance import code_version, config_hash, fleet_json, provenance, table_hash
-from fleetpilot.evaluation.runs import StoredRun, run_one
+from fleetpilot.evaluation.runs import StoredRun, check_samples, run_one
 from fleetpilot.fleet.jit import cache_dir
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.workloads.table import RequestTable, make_table
@@ -46,6 +46,8 @@ class Scenario:
     def __post_init__(self) -> None:
         if not self.segments or any(len(table) == 0 for table in self.segments):
             raise ValueError(f"scenario {self.name!r}: expected at least one segment, each with at least one request")
+        for table in self.segments:
+            check_samples(table, len(self.fleet.profiles), self.sample_interval_s)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from fleetpilot.workloads import RequestTable
 
 
+MAX_SAMPLES = 100_000_000
+"""Samples of a run, at most: 3 GB of memory."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """A run in memory.
@@ -80,6 +84,7 @@ def run_one(
     """
     from fleetpilot.cluster import simulate
 
+    check_samples(table, len(fleet.profiles), sample_interval_s)
     started = time.perf_counter()
     log = simulate(table, fleet, policy, seed=seed, sample_interval_s=sample_interval_s)
     wall_s = time.perf_counter() - started
@@ -97,6 +102,21 @@ def run_one(
         "wall_s": wall_s,
     }
     return Outcome(log, scored, summary)
+
+
+def check_samples(table: RequestTable, instances: int, sample_interval_s: float) -> None:
+    """Refuse a run that would take more samples than memory holds.
+
+    Raises:
+        ValueError: naming the table, its span and the bound.
+    """
+    span_s = max(table.span_s, float(np.nanmax(table.think_s, initial=0.0)))
+    samples = span_s / sample_interval_s * instances
+    if samples > MAX_SAMPLES:
+        raise ValueError(
+            f"{table.name}: requests over {span_s:.3g} s on {instances} instances: {samples:.3g} samples, one per "
+            f"instance every {sample_interval_s:g} s: expected at most {MAX_SAMPLES:,}: a higher rate or fewer requests"
+        )
 
 
 @dataclass(frozen=True)

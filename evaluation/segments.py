@@ -31,6 +31,7 @@ def cut(table: RequestTable, segments: int) -> tuple[RequestTable, ...]:
     Raises:
         ValueError: a window has no request.
     """
+    _require_requests(table)
     _, window, length_s = _windows(table, segments)
     counts = np.bincount(window, minlength=segments)
     if counts.min() == 0:
@@ -42,6 +43,11 @@ def cut(table: RequestTable, segments: int) -> tuple[RequestTable, ...]:
         select(table, window == k, start_s=k * length_s, name=f"{table.name} [{k + 1}/{segments}]")
         for k in range(segments)
     )
+
+
+def _require_requests(table: RequestTable) -> None:
+    if not len(table):
+        raise ValueError(f"{table.name}: no requests; expected at least one")
 
 
 def _windows(table: RequestTable, windows: int) -> tuple[NDArray[np.float64], NDArray[np.int64], float]:
@@ -158,8 +164,7 @@ def capacity_rps(table: RequestTable, fleet: FleetConfig) -> float:
 
 def _backlog(table: RequestTable) -> RequestTable:
     """`BACKLOG` requests at 0 s: copies of the table, which share no prefix with each other."""
-    if not len(table):
-        raise ValueError(f"{table.name}: no requests; expected some to measure a capacity with")
+    _require_requests(table)
     rows = np.arange(BACKLOG) % len(table)
     copy = np.arange(BACKLOG) // len(table)
     copies, nodes = int(copy[-1]) + 1, len(table.node_parent)

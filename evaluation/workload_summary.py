@@ -45,8 +45,12 @@ def _index_of_dispersion(arrival_s: NDArray[np.float64], bin_s: float) -> float 
     bins = int(arrival_s[-1] // bin_s) if len(arrival_s) else 0
     if bins < 2:
         return None
-    counts = np.histogram(arrival_s, bins, (0.0, bins * bin_s))[0]
-    return float(counts.var() / counts.mean())
+    within = arrival_s[arrival_s <= bins * bin_s]
+    # Only bins with arrivals are held: a span may have any number of others.
+    counts = np.unique(np.minimum(within // bin_s, bins - 1), return_counts=True)[1]
+    mean = len(within) / bins
+    variance = (np.square(counts - mean).sum() + (bins - len(counts)) * mean**2) / bins
+    return float(variance / mean)
 
 
 def workload_text(summary: dict[str, Any]) -> str:

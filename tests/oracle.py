@@ -7,6 +7,7 @@ blocks one by one, every boundary tries the head of the queue again, and conserv
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -42,6 +43,7 @@ class OracleInstance:
     e_s: float = 0.0
     host_step_s: float = 0.0
     host_per_seq_s: float = 0.0
+    kv_bytes_per_token: int = 1
 
     def __post_init__(self) -> None:
         assert self.scheduler in ("chunked", "prefill_first"), self.scheduler
@@ -71,6 +73,10 @@ class OracleRequest:
     cached_tokens: int = 0
     generated: int = 0
     token_times: list[float] = field(default_factory=list)
+    migrations: int = 0
+    restarts: int = 0
+    downtime_s: float = 0.0
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,12 @@ class Job:
     blocks: list[Block] = field(default_factory=list)
     lost_at_s: float = math.nan
     lost_step_s: float = math.nan
+    generated_before: int = 0  # it was dispatched
+    stopped_s: float = math.nan  # for the last stage of a migration
+
+    @property
+    def streamed(self) -> int:
+        return self.generated - self.generated_before
 
     @property
     def is_decode(self) -> bool:
@@ -258,6 +270,7 @@ class Engine:
         self.scheduled: list[tuple[Job, int]] = []  # the iteration under way: (request, tokens computed in it)
         self.duration_s = math.nan  # of the last iteration that started
         self.boundary_s = math.inf  # of the next boundary; inf while idle
+        self.slowdown = 1.0
         self.now_s = 0.0
         self.preemptions = 0
         self.prefix_queries_tokens = 0
@@ -281,18 +294,27 @@ class Engine:
 
     def boundary(self) -> list[Job]:
         """The boundary at `boundary_s`. Returns the requests that finished at it."""
+        finished = self.end_iteration()
+        self.begin_iteration()
+        assert self.scheduled or not self.waiting, "stuck: the head does not fit an empty instance"
+        return finished
+
+    def end_iteration(self) -> list[Job]:
+        """Steps 1 and 2 of the boundary. Returns the requests that finished at it."""
         assert self.boundary_s >= self.now_s, "time went back"
         self.now_s = self.boundary_s
         self.account()
-        finished = self.retire()
+        return self.retire()
+
+    def begin_iteration(self) -> None:
+        """Step 3 of the boundary."""
         self.form_iteration()
         if self.scheduled:
-            self.duration_s = self.scheduled_time_s()
+            self.duration_s = self.scheduled_time_s() * self.slowdown
             self.boundary_s = self.now_s + self.duration_s
             self.iterations += 1
         else:
             assert not self.running, "stuck: requests run but none is scheduled"
-            assert not self.waiting, "stuck: the head does not fit an empty instance"
             self.boundary_s = math.inf
         self.history.append(
             OracleBoundary(
@@ -306,7 +328,6 @@ class Engine:
             )
         )
         self.check()
-        return finished
 
     # --- the three steps of a boundary -------------------------------------------------------------------------------
 
@@ -339,9 +360,13 @@ class Engine:
             self.leave(job, preempted=False)
         return finished
 
+    def join(self) -> None:
+        """Requests that arrive in the middle of their decoding join the batch; here there are none."""
+
     def form_iteration(self) -> None:
         """Step 3. Again at once if the pass preempted all that it had scheduled."""
         while True:
+            self.join()
             preemptions = self.preemptions
             if self.config.scheduler == "chunked":
                 self.schedule_chunked()
@@ -467,21 +492,31 @@ class Engine:
         kv_tokens = [job.prompt + job.generated for job, _ in self.scheduled if job.is_decode]
         return iteration_time_s(self.config, chunks, kv_tokens)
 
+    def holders(self) -> list[Job]:
+        """Requests that hold blocks here."""
+        return self.running
+
+    def reserved(self) -> list[Block]:
+        """Blocks that are taken for a request that is not here yet."""
+        return []
+
     def check(self) -> None:
         memory, block_size = self.memory, self.config.block_size
         free = {id(block) for block in memory.free}
         assert len(free) == len(memory.free), "a block lies in the free list twice"
-        used = {id(block) for job in self.running for block in job.blocks}
+        used = {id(block) for job in self.holders() for block in job.blocks}
+        assert used.isdisjoint(map(id, self.reserved()))
+        used |= {id(block) for block in self.reserved()}
         used |= {id(b) for owner, blocks in memory.resident.items() if memory.pins.get(owner, 0) for b in blocks}
         assert not used & free, "a block in use or pinned lies in the free list"
         assert used | free == {id(block) for block in memory.all}, "used + free == kv_blocks"
         for owner, blocks in memory.resident.items():
             assert [block.content for block in blocks] == [(owner, i) for i in range(len(blocks))]
         assert all(pins >= 0 for pins in memory.pins.values())
-        for span in {span for job in self.running for span in job.path}:
-            assert memory.pins[span.owner] == sum(span in job.path for job in self.running)
+        pins = Counter(span.owner for job in self.holders() for span in job.path)
+        assert pins == Counter({owner: count for owner, count in memory.pins.items() if count})
         tokens_of = {id(job): tokens for job, tokens in self.scheduled}
-        for job in self.running:
+        for job in self.holders():
             assert len(job.blocks) == math.ceil((job.computed + tokens_of.get(id(job), 0)) / block_size)
             for span, deeper in zip(job.path, job.path[1:], strict=False):
                 if memory.resident_of(deeper.owner):

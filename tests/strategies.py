@@ -16,7 +16,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 from oracle import OracleInstance
+from oracle_fleet import OracleFleet
 
+from fleetpilot.cluster.config import REQUEST_CHOICES, Failures, Rebalancing, Scaling
 from fleetpilot.workloads.table import NO_NODE, NO_PARENT, NO_SESSION, RequestTable, make_table
 
 GRID_S = 1 / 64
@@ -112,11 +114,11 @@ def _table(drawn: _Rows) -> RequestTable:
     )
 
 
-def instance(pick: Pick, table: RequestTable, index: int = 0) -> OracleInstance:
+def instance(pick: Pick, table: RequestTable, index: int = 0, block_size: int | None = None) -> OracleInstance:
     """An engine on which each request of `table` fits, and few of them together."""
     longest = int((table.prompt_tokens + table.output_tokens).max())
     scheduler = pick(["chunked", "prefill_first"])
-    block_size = pick([1, 2, 3, 4, 8])
+    block_size = block_size or pick([1, 2, 3, 4, 8])
     max_num_seqs = pick([1, 2, 3, 4, 6, 8, 8])
     needed_blocks = math.ceil(longest / block_size)
     watermark_blocks = pick(range(3)) if scheduler == "prefill_first" else 0
@@ -135,7 +137,7 @@ def instance(pick: Pick, table: RequestTable, index: int = 0) -> OracleInstance:
         prefix_cache=pick([True, True, False]),
         priority_order=pick([False, True]),
         watermark_blocks=watermark_blocks,
-        a_s=(0.00731, 0.00911, 0.01103)[index] + cost(0.00137, 3),
+        a_s=(0.00731, 0.00911, 0.01103, 0.01301)[index] + cost(0.00137, 3),
         w_s=cost(0.00317, 4),
         b_s=cost(0.000391, 3),
         w_e_s=0.00557 if moe else 0.0,
@@ -157,18 +159,85 @@ def cluster(pick: Pick) -> Cluster:
 
 def cluster_on_grid(pick: Pick) -> Cluster:
     """The same, often of equal engines, with all costs on the grid or a power of two finer: exact sums, many ties."""
+    table, instances = cluster(pick)
+    if pick([False, True]):
+        instances = instances[:1] * len(instances)
+    return table, [on_grid(pick, instance) for instance in instances]
+
+
+def on_grid(pick: Pick, instance: OracleInstance) -> OracleInstance:
+    """The same engine with all costs on the grid or a power of two finer."""
 
     def cost(*halvings: int) -> float:
         return pick([0.0, *(GRID_S / 2**n for n in halvings)])
 
-    table, instances = cluster(pick)
-    if pick([False, True]):
-        instances = instances[:1] * len(instances)
     no_costs = dict.fromkeys(("w_e_s", "expert_share", "c_s", "host_step_s", "host_per_seq_s"), 0.0)
-    return table, [
-        replace(instance, a_s=GRID_S, w_s=cost(0), b_s=cost(3), d_s=cost(2), e_s=cost(6, 7), **no_costs)
-        for instance in instances
-    ]
+    return replace(instance, a_s=GRID_S, w_s=cost(0), b_s=cost(3), d_s=cost(2), e_s=cost(6, 7), **no_costs)
+
+
+def fleet(pick: Pick, exact: bool = False) -> tuple[RequestTable, OracleFleet]:
+    """A table and a fleet of 2 to 4 engines in which requests move, instances come and go, and fail.
+
+    Everything but iterations and copies happens on the grid of `GRID_S`; with `exact` these lie on it, too, or a power
+    of two finer, and engines are often equal: ties everywhere.
+    """
+    table = request_table(pick)
+    block_size = pick([1, 2, 4, 4, 8] if exact else [1, 2, 3, 4, 8])
+    kv_bytes_per_token = pick([1, 2])
+    instances = [instance(pick, table, index, block_size) for index in range(pick([2, 2, 3, 4]))]
+    room = pick([0, 0, 4, 16])
+    instances = [replace(i, kv_blocks=i.kv_blocks + room, kv_bytes_per_token=kv_bytes_per_token) for i in instances]
+    if exact:
+        instances = [on_grid(pick, instance) for instance in instances]
+        if pick([False, True]):
+            instances = instances[:1] * len(instances)
+    return table, OracleFleet(
+        tuple(instances),
+        rebalancing(pick, block_size * kv_bytes_per_token, exact) if pick([True, True, True, False]) else None,
+        scaling(pick, len(instances)) if pick([True, False]) else None,
+        failures(pick, len(instances)) if pick([True, False]) else None,
+        hold_interval_s=pick([1, 4]) * GRID_S,
+        max_hold_s=pick([8, 64_000]) * GRID_S,
+    )
+
+
+def rebalancing(pick: Pick, block_bytes: int, exact: bool) -> Rebalancing:
+    """Copies from less than one iteration to tens of them."""
+    block_s = pick([GRID_S / 16, GRID_S / 2, 2 * GRID_S] if exact else [0.000317, 0.00413, 0.0237])
+    return Rebalancing(
+        interval_s=pick([1, 2, 4, 8]) * GRID_S,
+        max_pairs=pick([1, 2, None]),
+        choice=pick(REQUEST_CHOICES),
+        round_trip_s=pick([0.0, GRID_S / 4, GRID_S] if exact else [0.000713, 0.00537, 0.0311]),
+        bandwidth_bytes_per_s=block_bytes / block_s,
+        slowdown=pick([1.0, 1.25]),
+        max_stages=pick([2, 3, 4, 8]),
+        last_stage_blocks=pick([1, 2, 3, 4]),
+    )
+
+
+def scaling(pick: Pick, instances: int) -> Scaling:
+    """Instances that start and drain all the time."""
+    least = pick([1, 1, 2])
+    return Scaling(
+        interval_s=pick([2, 8, 32]) * GRID_S,
+        first_s=pick([0, 1, 8]) * GRID_S,
+        ready=pick(range(1, instances + 1)),
+        min_instances=least,
+        max_instances=pick([None, *range(least, instances + 1)]),
+        start_up_s=pick([0, 2, 16]) * GRID_S,
+        drain_deadline_s=pick([0, 2, 8, 32, math.inf, math.inf]) * GRID_S,
+    )
+
+
+def failures(pick: Pick, instances: int) -> Failures:
+    """Up to five failures, some of them at once, some of instances that have failed already or are absent."""
+    times = [pick([0, 0, 1, 4, 16, 32]) for _ in range(pick(range(6)))]
+    return Failures(
+        at=tuple((sum(times[: i + 1]) * GRID_S, pick(range(instances))) for i in range(len(times))),
+        repair_s=pick([1, 8, 32]) * GRID_S,
+        requests=pick(["restart", "restart", "fail"]),
+    )
 
 
 def _picker(draw: st.DrawFn) -> Pick:
@@ -187,6 +256,18 @@ def clusters_on_grid(draw: st.DrawFn) -> Cluster:
     return cluster_on_grid(_picker(draw))
 
 
+@st.composite
+def fleets(draw: st.DrawFn) -> tuple[RequestTable, OracleFleet]:
+    """`fleet`, drawn by hypothesis."""
+    return fleet(_picker(draw))
+
+
+@st.composite
+def fleets_on_grid(draw: st.DrawFn) -> tuple[RequestTable, OracleFleet]:
+    """`fleet` with exact times, drawn by hypothesis."""
+    return fleet(_picker(draw), exact=True)
+
+
 def fixed_cluster(seed: int) -> Cluster:
     """`cluster`, always the same for a seed."""
     return cluster(random.Random(seed).choice)
@@ -195,3 +276,8 @@ def fixed_cluster(seed: int) -> Cluster:
 def fixed_cluster_on_grid(seed: int) -> Cluster:
     """`cluster_on_grid`, always the same for a seed."""
     return cluster_on_grid(random.Random(seed).choice)
+
+
+def fixed_fleet(seed: int, exact: bool = False) -> tuple[RequestTable, OracleFleet]:
+    """`fleet`, always the same for a seed."""
+    return fleet(random.Random(seed).choice, exact)

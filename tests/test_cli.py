@@ -47,37 +47,68 @@ BAD = {
     f"simulate --workload {SMALL} --policy lmetrik": "'lmetrik' is not known; did you mean lmetric.*known: random",
     "simulate": "--workload: expected a trace file or the name of a workload",
     "simulate --workload poison": r"workload \(and no file .*\) 'poison' is not known; did you mean poisson",
-    "simulate --workload missing.csv": "'missing.csv' is not known",
+    "simulate --workload twin/azur-conv": "'twin/azur-conv' is not known; did you mean .*, servegen:PATH, file:PATH",
+    "simulate --workload missing.csv": "missing.csv: no such file",
+    "simulate --workload traces/missing": "traces/missing: no such file",
+    "simulate --workload .": r"\.: no such file",
+    "simulate --workload file:/dev/zero": "/dev/zero: expected a regular file",
     "simulate --workload file:missing.csv": "missing.csv: No such file or directory",
-    "simulate --workload poisson?rate=fast": "rate = 'fast': expected a number > 0",
+    "simulate --workload poisson?rate=fast": "rate = 'fast': expected a number from 1e-09 to 1e\\+09",
+    "simulate --workload poisson?rate=1e-300": "rate = '1e-300': expected a number from 1e-09 to 1e\\+09",
+    "simulate --workload poisson?n=9&rate=1e-9": "s on 4 instances: .* samples, .*: expected at most 100,000,000",
+    "simulate --workload poisson?n=100000000": "n = '100000000': expected a whole number from 1 to 20,000,000",
+    "simulate --workload poisson?n=1e23": "n = '1e23': expected a whole number from 1 to 20,000,000",
+    f"simulate --workload poisson?n={10**23}": f"n = '{10**23}': expected a whole number from 1 to 20,000,000",
+    f"simulate --workload {SMALL} --instances 1000000": "'1000000': expected a whole number from 1 to 4096",
+    f"simulate --workload {SMALL} --superpose 100000000": "'100000000': expected a whole number from 1 to 1000",
+    f"simulate --workload {SMALL} --load 0.00001": "--load 1e-05: .* instances; expected at most 4096",
+    f"simulate --workload {SMALL} --fleet a10-llama-7b:9999999999": "'a10-llama-7b:9999999999': expected NAME:N",
+    f"simulate --workload {SMALL} --fleet a10-llama-7b:4000,tiny-cpu:97": "N from 1 to 4096 in all, as a10-llama-7b:4",
+    f"simulate --workload {SMALL} --fleet=": "argument --fleet: '': expected NAME:N",
+    f"simulate --workload {SMALL} --slo=": "--slo: '': expected different names joined by commas, as chat,tight",
+    f"simulate --workload {SMALL} --load 0.8,0.8": "'0.8,0.8': expected one number > 0",
+    f"simulate --workload {SMALL} --poll-delay-s x": "--poll-delay-s: 'x': expected a number of seconds from 0 to 1e",
+    f"simulate --workload {SMALL} --poll-delay-s nan": "--poll-delay-s: 'nan': expected a number of seconds from 0",
+    f"simulate --workload {SMALL} --poll-delay-s 1e5": "--poll-delay-s 100000: expected at most 10,000 times",
+    f"simulate --workload {SMALL} --poll-interval-s 1e-9": "'1e-9': expected a number of seconds from 0.001 to",
+    "simulate --workload piecewise?rates=1,2,3": "rates = '1,2,3': expected as many numbers as durations_s = '600,600'",
+    "simulate --workload piecewise?rates=0,0": "workload 'piecewise': rates = '0,0': expected at least one number > 0",
+    "simulate --workload piecewise?durations_s=-1,2": "durations_s = '-1,2': expected numbers from 1e-09 to",
+    "simulate --workload weibull?cv=2000": "workload 'weibull': cv = '2000': expected a number from 0.01 to 1000",
     "simulate --workload poisson?speed=2": "unknown parameter 'speed'",
     f"simulate --workload {SMALL} --profile a10-lama": "'a10-lama' is not known; did you mean a10-llama",
     f"simulate --workload {SMALL} --profile missing.toml": "missing.toml: No such file or directory",
     f"simulate --workload {SMALL} --fleet a10-llama-7b": "'a10-llama-7b': expected NAME:N",
-    f"simulate --workload {SMALL} --fleet a10-llama-7b:0": "expected NAME:N with N >= 1",
+    f"simulate --workload {SMALL} --fleet a10-llama-7b:0": "'a10-llama-7b:0': expected NAME:N,... with whole numbers N",
     f"simulate --workload {SMALL} --fleet a10-llama-7b:2 --instances 3": "--instances 3: expected without --fleet",
     f"simulate --workload {SMALL} --fleet tiny-cpu:1 --profile tiny-cpu": "not allowed with argument",
-    f"simulate --workload {SMALL} --instances 0": "'0': expected a whole number >= 1",
-    f"simulate --workload {SMALL} --instances many": "'many': expected a whole number >= 1",
-    f"simulate --workload {SMALL} --seed -1": "'-1': expected a whole number >= 0",
-    f"simulate --workload {SMALL} --load 0": "'0': expected a number > 0",
+    f"simulate --workload {SMALL} --instances 0": "'0': expected a whole number from 1 to 4096",
+    f"simulate --workload {SMALL} --instances many": "'many': expected a whole number from 1",
+    f"simulate --workload {SMALL} --seed -1": "'-1': expected a whole number from 0 to",
+    f"simulate --workload {SMALL} --load 0": "'0': expected one number > 0 and <= 100, as 0.9",
     f"simulate --workload {SMALL} --load 0.9 --instances 900": "would have to run .* times as fast",
     f"simulate --workload {SMALL} --warmup-share 1": "'1': expected a number >= 0 and < 1",
     f"simulate --workload {SMALL} --slo tigt": "SLO class 'tigt' is not known; did you mean tight",
-    f"simulate --workload {SMALL} --poll-delay-s -1": "poll_delay_s = -1.0: expected",
+    f"simulate --workload {SMALL} --poll-delay-s -1": "--poll-delay-s: '-1': expected a number of seconds",
     "simulate --workload poisson?n=9&prompt=14000": "9 of 9 requests have more than the 12,288 tokens of a10-llama-7b; "
     "--drop-over-length",
+    "simulate --workload poisson?n=9&prompt=14000 --drop-over-length": "9 of 9 requests .*; expected some that fit",
     "evaluate": "--workload: expected a trace file",
     f"evaluate --workload {SMALL} --policies random,random": "expected different names",
-    f"evaluate --workload {SMALL} --policies random,": "expected names joined by commas",
+    f"evaluate --workload {SMALL} --policies random,": "expected different names joined by commas, as round-robin",
+    f"evaluate --workload {SMALL} --policies all,random": "--policies all,random: expected all alone",
+    f"evaluate --workload {SMALL} --baseline=": "--baseline '': expected one of",
+    "evaluate --experiment=": "experiment '' is not known",
+    f"evaluate --workload {SMALL} --load 0.8,0.80": "'0.8,0.80': expected different numbers joined by commas",
+    f"evaluate --workload {SMALL} --seeds 1000000000": "'1000000000': expected a whole number from 1 to 1000",
     f"evaluate --workload {SMALL} --policies random,nobody": "policy 'nobody' is not known",
     f"evaluate --workload {SMALL} --policies random --baseline lmetric": "--baseline 'lmetric': expected one of",
     f"evaluate --workload {SMALL} --segments 9999": "has no request; expected fewer segments",
-    f"evaluate --workload {SMALL} --segments 0": "'0': expected a whole number >= 1",
-    f"evaluate --workload {SMALL} --load 0.8,x": "'x': expected a number > 0",
+    f"evaluate --workload {SMALL} --segments 0": "'0': expected a whole number from 1",
+    f"evaluate --workload {SMALL} --load 0.8,x": "'x': expected one number > 0",
     "evaluate --experiment lumnix": "experiment 'lumnix' is not known.*known: llumnix-motivation",
     "trace": "the following arguments are required: ACTION",
-    "trace inspect missing.csv": "'missing.csv' is not known",
+    "trace inspect missing.csv": "missing.csv: no such file",
     f"trace convert {SMALL} out.parquet": "'out.parquet': expected a name that ends in .jsonl or .csv",
     "trace convert sessions/chat?n=50 out.csv": "expected a table without closed-loop rows",
     "trace fetch azure_2023": "trace 'azure_2023' is not known; did you mean azure_2023",
@@ -103,8 +134,8 @@ def test_bad_input_gets_one_line_and_status_2(
     [
         (b"", "fleetpilot: error: "),
         (b"when,what\n1,2\n", "no known trace format has the fields"),
-        (b"\x00\xff\xfe\x80", "fleetpilot: error: "),
-        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,44\n", "ContextTokens"),
+        (b"\x00\xff\xfe\x80", r"trace.csv: begins with '\x00\ufffd\ufffd\ufffd': expected CSV or JSON lines"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,44\n", "trace.csv: line 2: ContextTokens"),
     ],
 )
 def test_a_broken_trace_is_bad_input(
@@ -116,6 +147,40 @@ def test_a_broken_trace_is_bad_input(
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("", "trace.csv: no requests: 0 rows read, 0 emitted, dropped: none; expected at least one"),
+        ("0,0,5\n1,3,0\n", "2 rows read, 0 emitted, dropped: zero_prompt_tokens 1, zero_output_tokens 1; expected"),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate --workload", "evaluate --workload", "trace inspect", "trace convert"])
+def test_a_trace_without_requests_is_bad_input(
+    command: str,
+    rows: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trace.csv").write_text(f"arrived_at,num_prefill_tokens,num_decode_tokens\n{rows}")
+    target = ["copy.csv"] if command == "trace convert" else []
+    assert run(*command.split(), "trace.csv", *target) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert (out, err.count("\n")) == ("", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.csv"]
+
+
+def test_what_comes_from_outside_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("simulate", "--workload", "\x1b[31m\u202ered" + 9999 * "x") == 2
+    err = capsys.readouterr().err
+    assert r"\x1b[31m" in err
+    assert err.rstrip("\n").isprintable()
+    assert len(err) < 3000
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +197,7 @@ def test_a_missing_extra_is_named(
     assert "pip install 'fleetpilot[eval]'" in capsys.readouterr().err
 
 
+# Numbers only where they are impossible: a possible one would be simulated.
 WORDS = st.text(st.characters(exclude_characters="0123456789"), max_size=12)
 OPTIONS = st.sampled_from(
     [
@@ -157,8 +223,11 @@ OPTIONS = st.sampled_from(
         "fetch",
     ]
 )
+EXTREMES = st.sampled_from(["-1", "1e23", "1e300", "1e-300", "9" * 30, "nan", "inf"])
+PARAMETERS = st.sampled_from(["poisson?n=", "poisson?rate=", "piecewise?rates=", "onoff?on_s=", "sessions/chat?turns="])
 SCHEMES = st.sampled_from(["file:", "servegen:", "twin/", "llumnix/", "poisson?", "gamma?cv=", "sessions/chat?turns="])
-ARGUMENTS = st.lists(OPTIONS | WORDS | st.builds(str.__add__, SCHEMES, WORDS), max_size=6)
+NAMES = st.builds(str.__add__, SCHEMES, WORDS) | st.builds(str.__add__, PARAMETERS, EXTREMES)
+ARGUMENTS = st.lists(OPTIONS | WORDS | EXTREMES | NAMES, max_size=6)
 
 
 @given(st.sampled_from(["simulate", "evaluate", "trace", "list", "demo"]), ARGUMENTS)
@@ -166,6 +235,19 @@ def test_garbage_never_ends_in_a_traceback(command: str, arguments: list[str]) -
     if command == "demo":
         arguments = ["--garbage", *arguments]
     assert run(command, *arguments) in (0, 2)
+
+
+NUMERIC = {
+    "simulate": "--instances --superpose --load --warmup-share --poll-interval-s --poll-delay-s --seed --fleet",
+    "evaluate": "--segments --seeds --workers --load --instances --superpose",
+}
+IMPOSSIBLE = ["-1", "-1e-300", "1e9", "1e300", "nan", "inf", "-inf", "9" * 30, "9" * 5000, "0x", "1,1", "x", ""]
+
+
+@given(st.sampled_from([(command, option) for command in NUMERIC for option in NUMERIC[command].split()]), st.data())
+def test_impossible_numbers_are_bad_input(option: tuple[str, str], data: st.DataObject) -> None:
+    value = data.draw(st.sampled_from(IMPOSSIBLE))
+    assert run(option[0], "--workload", SMALL, f"{option[1]}={value}") == 2
 
 
 # --- what it prints ----------------------------------------------------------------------------------------------
@@ -337,6 +419,9 @@ def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     shown = [Path(line) for line in printed.splitlines() if line.endswith((".html", ".png"))]
     assert {path.suffix for path in shown} == {".html", ".png"}
     assert all(path.stat().st_size for path in shown)
+    latency = next(path.name for path in shown if path.name.endswith("-latency.png"))
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    assert latency.replace("-latency", "-differences") in readme
 
 
 # --- traces ------------------------------------------------------------------------------------------------------
@@ -351,6 +436,14 @@ def test_inspect_describes_a_workload(capsys: pytest.CaptureFixture[str]) -> Non
     assert summary["idc_60s"] > 3
     assert run("trace", "inspect", "poisson?n=1") == 0
     assert "1 requests" in capsys.readouterr().out
+
+
+def test_inspect_holds_no_bins_without_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
+    """A span of thousands of years; alone in its second, almost every arrival has an index of dispersion of 1."""
+    assert run("trace", "inspect", "poisson?rate=1e-9&n=300", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["span_s"] > 1e11
+    assert summary["idc_1s"] == pytest.approx(1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])

@@ -210,6 +210,7 @@ class MMPP(ArrivalProcess):
         busiest = int(np.argmax(self.rates_rps))  # comes first, so that some arrival is always possible
         rates = np.roll(self.rates_rps, -busiest)
         means_s = np.roll(self.sojourns_s, -busiest)
+        _require_steps(self, "sojourns_s", self.sojourns_s, horizon_s, horizon_s / float(means_s.sum()))
         cycles = round(1.1 * horizon_s / means_s.sum()) + 10
         sojourns: Times = np.empty(0)
         while sojourns.sum() < horizon_s:
@@ -307,6 +308,7 @@ class PiecewiseRate(_Curved):
         return self._bend(self.base, n, horizon_s, rng)
 
 
+_MOST_STEPS = 10_000_000
 _STEPS_PER_PERIOD = 288  # steps of 5 minutes in a day; each has the exact mean of the sine
 
 
@@ -375,6 +377,7 @@ class Windows(_Curved):
 
     def draw_in(self, n: int, horizon_s: float, rng: np.random.Generator) -> Times:
         """``n`` arrivals, dealt out to the windows by what each is expected to have."""
+        _require_steps(self, "window_s", self.window_s, horizon_s, horizon_s / self.window_s)
         starts_s = np.arange(0.0, horizon_s, self.window_s)
         lengths_s = np.minimum(self.window_s, horizon_s - starts_s)
         expected = lengths_s * np.resize(self._rates_rps, len(starts_s))
@@ -420,6 +423,12 @@ def rate_sweep(low_rps: float, high_rps: float, n: int) -> tuple[float, ...]:
 def _weibull_cv(shape: float) -> float:
     # var / mean**2 = Gamma(1 + 2/k) / Gamma(1 + 1/k)**2 - 1
     return math.sqrt(math.expm1(math.lgamma(1 + 2 / shape) - 2 * math.lgamma(1 + 1 / shape)))
+
+
+def _require_steps(owner: object, field: str, value: object, horizon_s: float, steps: float) -> None:
+    """Refuse a rate that changes more often than memory holds."""
+    expected = f"at most {_MOST_STEPS:,} changes of the rate in the {horizon_s:g} s that the requests take"
+    require(steps <= _MOST_STEPS, owner, field, value, expected)
 
 
 def _require_rates(owner: object, rates_rps: tuple[float, ...]) -> None:

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
+import zlib
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from fleetpilot.workloads.arrivals import ArrivalProcess, Gamma, Weibull, Windows
@@ -20,6 +23,8 @@ from fleetpilot.workloads.lengths import Independent, Lengths, Quantiles
 from fleetpilot.workloads.openloop import Client, OpenLoop
 
 WINDOW_S = 600
+
+_WINDOWS, _QUANTILES = "client_windows.csv.gz", "length_quantiles.csv.gz"
 
 
 def read_servegen(
@@ -51,11 +56,11 @@ def read_servegen(
             raise ValueError(f"read_servegen: {name} = {value}: expected a multiple of {WINDOW_S} >= 0")
     count = int(duration_s // WINDOW_S)
     windows: dict[int, list[ArrivalProcess | None]] = defaultdict(lambda: [None] * count)
-    for row in _rows(Path(folder) / "client_windows.csv.gz"):
-        index = int((float(row["t_s"]) - start_s) // WINDOW_S)
+    for row in _rows(Path(folder) / _WINDOWS, ("client_id", "t_s", "rate_rps", "pattern")):
+        index = (_number(_WINDOWS, row, "t_s") - start_s) // WINDOW_S
         if 0 <= index < count:
-            windows[int(row["client_id"])][index] = _process(row)
-    lengths = _lengths(Path(folder) / "length_quantiles.csv.gz", start_s + duration_s / 2)
+            windows[int(_number(_WINDOWS, row, "client_id"))][int(index)] = _process(row)
+    lengths = _lengths(Path(folder) / _QUANTILES, start_s + duration_s / 2)
     arrivals = {client: Windows(float(WINDOW_S), tuple(processes)) for client, processes in sorted(windows.items())}
     missing = [client for client in arrivals if client not in lengths]
     if missing_lengths is not None:
@@ -83,28 +88,47 @@ def read_servegen(
     )
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    with gzip.open(path, "rt", newline="") as file:
-        return list(csv.DictReader(file))
+def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+    except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path.name}: expected gzipped CSV ({error})") from error
+    missing = [column for column in columns if column not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(f"{path.name}: expected a column {missing[0]!r}")
+    return rows
+
+
+def _number(file: str, row: dict[str, str], column: str) -> float:
+    text = row.get(column)
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{file}: {column} = {text!r}: expected a finite number")
+    return value
 
 
 def _process(row: dict[str, str]) -> ArrivalProcess:
-    rate_rps = float(row["rate_rps"])
+    rate_rps = _number(_WINDOWS, row, "rate_rps")
     match row["pattern"]:
         case "Gamma":
-            return Gamma(rate_rps, float(row["cv"]))
+            return Gamma(rate_rps, _number(_WINDOWS, row, "cv"))
         case "Weibull":
-            return Weibull(rate_rps, float(row["shape"]))
+            return Weibull(rate_rps, _number(_WINDOWS, row, "shape"))
         case other:
-            raise ValueError(f"client_windows.csv.gz: pattern = {other!r}: expected Gamma or Weibull")
+            raise ValueError(f"{_WINDOWS}: pattern = {other!r}: expected Gamma or Weibull")
 
 
 def _lengths(path: Path, time_s: float) -> dict[int, Lengths]:
     """Lengths of each client that has both, from the block whose middle is nearest to a time."""
     nearest: dict[tuple[int, str], tuple[float, dict[str, str]]] = {}
-    for row in _rows(path):
-        key = (int(row["client_id"]), row["field"])
-        distance_s = abs(float(row["t_s"]) + 3 * 3600 - time_s)
+    for row in _rows(path, ("client_id", "t_s", "field", "mean")):
+        key = (int(_number(_QUANTILES, row, "client_id")), row["field"])
+        distance_s = abs(_number(_QUANTILES, row, "t_s") + 3 * 3600 - time_s)
         if key not in nearest or distance_s < nearest[key][0]:
             nearest[key] = (distance_s, row)
     return {
@@ -119,9 +143,9 @@ def _lengths(path: Path, time_s: float) -> dict[int, Lengths]:
 def _quantiles(row: dict[str, str]) -> Quantiles:
     columns = [column for column in row if column.startswith("q")]
     probabilities = tuple(float(column[1:]) / 100 for column in columns)
-    values = tuple(max(float(row[column]), 1.0) for column in columns)
+    values = tuple(max(_number(_QUANTILES, row, column), 1.0) for column in columns)
     low, high = Quantiles(probabilities, values).mean_range
-    mean = float(row["mean"])
+    mean = _number(_QUANTILES, row, "mean")
     # The condensed quantiles are those of whole tokens: a narrow distribution's mean can lie just outside of what they
     # allow.
     return Quantiles(probabilities, values, mean if low < mean < high else None)

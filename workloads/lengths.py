@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fleetpilot.workloads.checks import require, require_positive
-from fleetpilot.workloads.table import RequestTable
+from fleetpilot.workloads.table import MAX_TOKENS, RequestTable
 
 Tokens = NDArray[np.int64]
 
@@ -28,8 +28,16 @@ class Distribution(ABC):
 
 
 def draw_tokens(distribution: Distribution, n: int, rng: np.random.Generator) -> Tokens:
-    """(n,) values rounded to the nearest whole token, at least 1."""
-    return np.maximum(np.rint(distribution.draw(n, rng)), 1).astype(np.int64)
+    """(n,) values rounded to the nearest whole token, at least 1.
+
+    Raises:
+        ValueError: a value is beyond what a table holds.
+    """
+    values = distribution.draw(n, rng)
+    most = values.max(initial=0.0)
+    if not most <= MAX_TOKENS:
+        raise ValueError(f"{distribution}: drew {most:g}: expected lengths of at most {MAX_TOKENS:,}")
+    return np.maximum(np.rint(values), 1).astype(np.int64)
 
 
 def stratified(n: int, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -125,7 +133,8 @@ class LogNormal(Distribution):
 
     def draw(self, n: int, rng: np.random.Generator) -> NDArray[np.float64]:
         """(n,) clipped values."""
-        return np.clip(self.median * np.exp(self.sigma * rng.standard_normal(n)), self.low, self.high)
+        with np.errstate(over="ignore"):  # beyond all numbers is beyond `high`, or the caller's to refuse
+            return np.clip(self.median * np.exp(self.sigma * rng.standard_normal(n)), self.low, self.high)
 
 
 @dataclass(frozen=True)

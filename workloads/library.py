@@ -31,11 +31,14 @@ from fleetpilot.workloads.openloop import Client, OpenLoop
 from fleetpilot.workloads.predictors import ClassMean, Constant, GlobalMean, LogNormalError, Predictor, with_predictions
 from fleetpilot.workloads.seeding import Purpose, uniform_by_row
 from fleetpilot.workloads.sessions import Sessions
-from fleetpilot.workloads.table import RequestTable
+from fleetpilot.workloads.table import MAX_REQUESTS, MAX_TOKENS, RequestTable
 from fleetpilot.workloads.twins import TWINS, twin_generator
 
 HIGH_PRIORITY = -1
 """What ``high_priority=`` marks requests with; all others have 0. Lower is earlier, as in vLLM."""
+
+SMALLEST, LARGEST = 1e-9, 1e9
+"""What a parameter that must be above 0 may be, and what any may be at most, where no narrower bounds are stated."""
 
 
 class Generator(Protocol):
@@ -66,8 +69,17 @@ class Workload:
     high_priority: float
 
     def table(self) -> RequestTable:
-        """Draw all requests."""
-        return self._finished(self.generator.table(self.n, self.seed, self.name))
+        """Draw all requests.
+
+        Raises:
+            ValueError: the parameters, each possible by itself, do not go together; or what a trace file's reader says.
+        """
+        if isinstance(self.generator, _TraceFile):
+            return self._finished(self.generator.table(self.n, self.seed, self.name))
+        try:
+            return self._finished(self.generator.table(self.n, self.seed, self.name))
+        except ValueError as error:
+            raise ValueError(f"workload {self.name!r}: {error}") from None
 
     def parts(self, rows_per_part: int) -> Iterator[RequestTable]:
         """Draw the same requests in consecutive tables, without holding them all.
@@ -146,8 +158,8 @@ def parse_workload(uri: str) -> Workload:
     return Workload(
         uri,
         entry.build(values),
-        values.integer("n", 1) if values.text("n") else _WHOLE_FILE,
-        values.integer("seed", 0),
+        values.integer("n", 1, MAX_REQUESTS) if values.text("n") else _WHOLE_FILE,
+        values.integer("seed", 0, 2**64 - 1),
         _predictor(values),
         values.number("high_priority", 0.0, 1.0),
     )
@@ -188,54 +200,55 @@ class _Parameters:
     def text(self, key: str) -> str:
         return self.values[key]
 
-    def number(self, key: str, low: float = 0.0, high: float = math.inf, *, above: bool = False) -> float:
-        """A finite number in [low, high], or in (low, high] if ``above``."""
-        text = self.values[key]
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (low < value if above else low <= value) or not value <= high or math.isinf(value):
-            bounds = f"{'>' if above else '>='} {low:g}" + (f" and <= {high:g}" if high < math.inf else "")
-            raise self.error(key, f"a number {bounds}")
+    def number(self, key: str, low: float = 0.0, high: float = LARGEST) -> float:
+        """A number in [low, high]."""
+        value = _number(self.values[key])
+        if not low <= value <= high:
+            raise self.error(key, f"a number from {low:g} to {high:g}")
         return value
 
     def positive(self, key: str) -> float:
-        return self.number(key, above=True)
+        return self.number(key, SMALLEST)
 
     def optional(self, key: str) -> float | None:
         """A number > 0, None if the text is empty."""
-        return self.number(key, above=True) if self.values[key] else None
+        return self.positive(key) if self.values[key] else None
 
-    def integer(self, key: str, low: int) -> int:
+    def integer(self, key: str, low: int, high: int) -> int:
         """A whole number, decimal or, with 0x, hexadecimal."""
         try:
             value = int(self.values[key], 0)
         except ValueError:
             value = low - 1
-        if value < low:
-            raise self.error(key, f"a whole number >= {low}")
+        if not low <= value <= high:
+            raise self.error(key, f"a whole number from {low} to {high:,}")
         return value
 
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """Numbers >= 0 joined by commas."""
-        try:
-            return tuple(float(part) for part in self.values[key].split(","))
-        except ValueError:
-            raise self.error(key, "numbers joined by commas") from None
+    def optional_tokens(self, key: str) -> int | None:
+        """Tokens of a request, prompt and answer; None if the text is empty."""
+        return self.integer(key, 2, MAX_TOKENS) if self.values[key] else None
+
+    def numbers(self, key: str, low: float) -> tuple[float, ...]:
+        """Numbers in [low, LARGEST] joined by commas."""
+        numbers = tuple(map(_number, self.values[key].split(",")))
+        if not all(low <= number <= LARGEST for number in numbers):
+            raise self.error(key, f"numbers from {low:g} to {LARGEST:g} joined by commas")
+        return numbers
 
     def distribution(self, key: str) -> Distribution:
         """A distribution by its short form, see `_DISTRIBUTIONS`."""
         kind, *arguments = self.values[key].split(":")
         try:
             if not arguments:
-                return Fixed(float(kind))
+                return Fixed(_at_most(LARGEST, kind))
             if arguments in (["prompt"], ["output"]):
                 return getattr(_named_lengths(kind), arguments[0])  # type: ignore[no-any-return]
             if kind in _DISTRIBUTIONS:
-                return _DISTRIBUTIONS[kind](*(float(argument) for argument in arguments))
-        except (ValueError, TypeError) as error:
+                return _DISTRIBUTIONS[kind](*(_at_most(LARGEST, argument) for argument in arguments))
+        except ValueError as error:
             raise self.error(key, f"{_DISTRIBUTION_FORMS} ({error})") from None
+        except TypeError:
+            raise self.error(key, f"{_DISTRIBUTION_FORMS} ({len(arguments)} numbers after {kind!r})") from None
         raise self.error(key, _DISTRIBUTION_FORMS)
 
     def lengths(self) -> Independent:
@@ -263,8 +276,16 @@ _DISTRIBUTION_FORMS = (
 )
 
 
+def _number(text: str) -> float:
+    """The number that a text is, NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def _whole(number: float) -> int:
-    if number != int(number):
+    if not number.is_integer():
         raise ValueError(f"{number} is not a whole number")
     return int(number)
 
@@ -291,14 +312,23 @@ def _predictor(values: _Parameters) -> Predictor | None:
             case "class":
                 return ClassMean(argument)  # type: ignore[arg-type]
             case "error":
-                return LogNormalError(float(argument))
+                return LogNormalError(_at_most(10, argument))
             case "constant":
-                return Constant(float(argument))
+                return Constant(_at_most(LARGEST, argument))
     except ValueError:
         pass
     raise values.error(
-        "predict", "mean, class:session, class:slo_class, class:priority, error:SIGMA or constant:TOKENS"
+        "predict",
+        "mean, class:session, class:slo_class, class:priority, error:SIGMA (at most 10) or "
+        f"constant:TOKENS (at most {LARGEST:g})",
     )
+
+
+def _at_most(high: float, text: str) -> float:
+    number = _number(text)
+    if not number <= high:
+        raise ValueError(f"{text!r} is not a number <= {high:g}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -335,6 +365,15 @@ def _on_off(values: _Parameters) -> ArrivalProcess:
     return MMPP.on_off(values.positive("rate") * (on_s + off_s) / on_s, on_s, off_s)
 
 
+def _piecewise(values: _Parameters) -> ArrivalProcess:
+    rates, durations_s = values.numbers("rates", 0.0), values.numbers("durations_s", SMALLEST)
+    if len(rates) != len(durations_s):
+        raise values.error("rates", f"as many numbers as durations_s = {values.text('durations_s')!r} has")
+    if not any(rates):
+        raise values.error("rates", "at least one number > 0")
+    return PiecewiseRate(rates, durations_s, Gamma(1.0, values.positive("cv")))
+
+
 def _diurnal(values: _Parameters) -> ArrivalProcess:
     return Diurnal(
         values.positive("rate"),
@@ -349,7 +388,7 @@ def _sessions(values: _Parameters) -> Generator:
     loop = values.text("loop")
     if loop not in ("closed", "open"):
         raise values.error("loop", "closed or open")
-    system_prompts = values.integer("system_prompts", 0)
+    system_prompts = values.integer("system_prompts", 0, 1_000_000)
     return Sessions(
         arrivals=Poisson(values.positive("rate")),
         turns=values.distribution("turns"),
@@ -359,7 +398,7 @@ def _sessions(values: _Parameters) -> Generator:
         system_prompts=system_prompts,
         system_tokens=values.distribution("system_tokens") if system_prompts else None,
         popularity=values.number("popularity"),
-        max_context_tokens=values.integer("max_context", 2) if values.text("max_context") else None,
+        max_context_tokens=values.optional_tokens("max_context"),
         closed_loop=loop == "closed",
     )
 
@@ -368,7 +407,7 @@ def _servegen(values: _Parameters) -> Generator:
     return read_servegen(
         values.path,
         start_s=values.number("start_s"),
-        duration_s=values.positive("duration_s"),
+        duration_s=values.number("duration_s", SMALLEST, 1e7),
         rate_rps=values.optional("rate"),
         missing_lengths=values.lengths() if values.text("lengths") else None,
     )
@@ -378,7 +417,7 @@ def _trace_file(values: _Parameters) -> Generator:
     options: dict[str, object] = {
         "format": values.text("format") or None,
         "load_factor": values.positive("load_factor"),
-        "max_total_tokens": values.integer("max_total_tokens", 2) if values.text("max_total_tokens") else None,
+        "max_total_tokens": values.optional_tokens("max_total_tokens"),
         "over_length": values.text("over_length"),
     }
     return _TraceFile(values.path, options)
@@ -423,7 +462,7 @@ _ENTRIES: Mapping[str, _Entry] = {
     "weibull": _Entry(
         "Weibull-distributed gaps",
         {"rate": "1", "cv": "2", **_LENGTHS, **_DRAWN},
-        _open_loop(lambda values: Weibull.from_cv(values.positive("rate"), values.positive("cv"))),
+        _open_loop(lambda values: Weibull.from_cv(values.positive("rate"), values.number("cv", 0.01, 1000.0))),
     ),
     "onoff": _Entry(
         "Poisson arrivals in bursts of on_s seconds, off_s apart, on average; rate is the overall mean",
@@ -433,11 +472,7 @@ _ENTRIES: Mapping[str, _Entry] = {
     "piecewise": _Entry(
         "a rate that changes by steps and repeats; cv as in gamma",
         {"rates": "1,2", "durations_s": "600,600", "cv": "1", **_LENGTHS, **_DRAWN},
-        _open_loop(
-            lambda values: PiecewiseRate(
-                values.numbers("rates"), values.numbers("durations_s"), Gamma(1.0, values.positive("cv"))
-            )
-        ),
+        _open_loop(_piecewise),
     ),
     "diurnal": _Entry(
         "a rate that follows a sine, lowest at trough_s; cv as in gamma",

@@ -17,7 +17,10 @@ from fleetpilot.workloads.arrivals import ArrivalProcess
 from fleetpilot.workloads.checks import require
 from fleetpilot.workloads.lengths import Distribution, Tokens, Zipf, draw_tokens
 from fleetpilot.workloads.seeding import Purpose, random_stream
-from fleetpilot.workloads.table import NO_NODE, NO_PARENT, RequestTable, make_table
+from fleetpilot.workloads.table import MAX_REQUESTS, NO_NODE, NO_PARENT, RequestTable, make_table
+
+_LONGEST_THINK_S = 1e12
+_THINK_EXPECTED = f"times of at most {_LONGEST_THINK_S:g} s"
 
 _Number = TypeVar("_Number", np.int64, np.float64)
 
@@ -117,12 +120,15 @@ class Sessions:
 
     def _draw(self, turns: Tokens, seed: int) -> _Drawn:
         """All turns of these sessions."""
+        most = f"at most {MAX_REQUESTS:,} turns in all, those that max_context_tokens cuts off included"
+        require(int(turns.sum()) <= MAX_REQUESTS, self, "turns", self.turns, most)
         session = np.repeat(np.arange(len(turns)), turns)
         turn = np.arange(len(session)) - np.repeat(np.cumsum(turns) - turns, turns)
         rows = len(session)
         user = draw_tokens(self.user_tokens, rows, random_stream(seed, Purpose.USER_TOKENS))
         output = draw_tokens(self.output_tokens, rows, random_stream(seed, Purpose.OUTPUT_TOKENS))
         think_s = self.think_s.draw(rows, random_stream(seed, Purpose.THINK_TIMES))
+        require(think_s.max(initial=0.0) <= _LONGEST_THINK_S, self, "think_s", self.think_s, _THINK_EXPECTED)
         root = np.full(len(turns), NO_NODE)
         system_end_tokens = np.empty(0, np.int64)
         if self.system_tokens is not None:

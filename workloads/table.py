@@ -13,6 +13,10 @@ NO_NODE = -1
 NO_PARENT = -1
 NO_SESSION = -1
 
+MAX_TOKENS = 2**31 - 1
+MAX_REQUESTS = 20_000_000
+"""Requests of a generated table, at most: what draws and simulates them takes some gigabytes of memory."""
+
 _ROW_DTYPES: dict[str, type] = {
     "arrival_s": np.float64,
     "prompt_tokens": np.int32,

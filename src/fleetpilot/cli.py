@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import fleetpilot
 
@@ -22,12 +22,27 @@ if TYPE_CHECKING:
     from fleetpilot.fleet.profiles import HardwareProfile
     from fleetpilot.workloads import RequestTable
 
+MAX_MESSAGE = 2000
+
 BAD_INPUT = 2
 NOTHING_FINISHED = 1
 INTERRUPTED = 130
 
 DEFAULT_PROFILE = "a10-llama-7b"
 DEFAULT_INSTANCES = 4
+
+MAX_INSTANCES = 4096
+MAX_WINDOWS = 1000
+MAX_SEGMENTS = 10_000
+MAX_SEEDS = 1000
+MAX_WORKERS = 1024
+MAX_LOAD = 100.0
+MAX_POLL_S = 1e6
+MIN_POLL_INTERVAL_S = 1e-3
+MAX_POLLS_IN_FLIGHT = 10_000
+"""Beyond these a slip of the finger would run for days or out of memory."""
+
+FLEET_EXAMPLE = "a10-llama-7b:4,h100-llama-3.1-8b:2"
 
 EXAMPLES = """examples:
   fleetpilot demo
@@ -74,8 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _say(text: str, status: int) -> int:
     over_progress = "\r\x1b[K" if sys.stderr.isatty() else ""
-    print(f"{over_progress}fleetpilot: {text}", file=sys.stderr)
+    print(f"{over_progress}fleetpilot: {_printable(text)}", file=sys.stderr)
     return status
+
+
+def _printable(text: str) -> str:
+    """Names and values come from users and files: nothing of them may control a terminal or fill it."""
+    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    return shown if len(shown) <= MAX_MESSAGE else f"{shown[:MAX_MESSAGE]}..."
 
 
 def _one_line(error: BaseException) -> str:
@@ -152,50 +173,76 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     return parser
 
 
-def _whole(low: int) -> Callable[[str], int]:
+def _whole(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number >= {low}")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {low} to {high}")
         return value
 
     return parse
 
 
-def _positive(text: str) -> float:
+def _seconds(low: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        if not low <= _number(text) <= MAX_POLL_S:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds from {low:g} to {MAX_POLL_S:g}")
+        return _number(text)
+
+    return parse
+
+
+def _number(text: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number > 0")
-    return value
+        return float("nan")
 
 
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number >= 0 and < 1")
-    return value
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected names joined by commas")
-    if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected different names")
-    return names
+def _load(text: str) -> float:
+    if not 0 < _number(text) <= MAX_LOAD:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected one number > 0 and <= {MAX_LOAD:g}, as 0.9")
+    return _number(text)
 
 
 def _loads(text: str) -> list[float]:
-    return [_positive(part) for part in _names(text)]
+    loads = [_load(part) for part in text.split(",")]
+    if len(set(loads)) < len(loads):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected different numbers joined by commas, as 0.8,0.95")
+    return loads
+
+
+def _share(text: str) -> float:
+    if not 0 <= _number(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number >= 0 and < 1")
+    return _number(text)
+
+
+def _names(example: str) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        if not all(names) or len(set(names)) < len(names):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected different names joined by commas, as {example}")
+        return names
+
+    return parse
+
+
+def _parts(text: str) -> list[tuple[str, int]]:
+    """NAME:N,... as pairs."""
+    expected = f"NAME:N,... with whole numbers N from 1 to {MAX_INSTANCES} in all, as {FLEET_EXAMPLE}"
+    parts = []
+    for part in text.split(","):
+        name, _, count = part.strip().rpartition(":")
+        if not name or not count.isdecimal() or not 1 <= len(count) <= 9 or int(count) < 1:
+            raise argparse.ArgumentTypeError(f"{part!r}: expected {expected}")
+        parts.append((name, int(count)))
+    if sum(count for _, count in parts) > MAX_INSTANCES:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
+    return parts
 
 
 def _add_workload_options(parser: Any, *, several: bool) -> None:
@@ -208,7 +255,11 @@ def _add_workload_options(parser: Any, *, several: bool) -> None:
         "(fleetpilot list workloads)" + ("; may be given again" if several else ""),
     )
     group.add_argument(
-        "--superpose", metavar="K", type=_whole(1), default=1, help="lay K windows of the workload over each other"
+        "--superpose",
+        metavar="K",
+        type=_whole(1, MAX_WINDOWS),
+        default=1,
+        help=f"lay K windows of the workload over each other (at most {MAX_WINDOWS})",
     )
     group.add_argument(
         "--drop-over-length", action="store_true", help="leave out requests that are too long for an instance"
@@ -216,7 +267,7 @@ def _add_workload_options(parser: Any, *, several: bool) -> None:
     group.add_argument(
         "--load",
         metavar="SHARE",
-        type=_loads if several else _positive,
+        type=_loads if several else _load,
         help="speed the arrivals up or down to this share of the fleet's measured capacity, at most to twice their "
         "speed; without --instances the fleet is sized for it" + ("; several joined by commas" if several else ""),
     )
@@ -239,18 +290,33 @@ def _add_fleet_options(parser: Any) -> None:
         help=f"hardware profile of all instances, or a .toml file (default {DEFAULT_PROFILE}; "
         "fleetpilot list profiles)",
     )
-    kind.add_argument("--fleet", metavar="NAME:N,...", help="a mixed fleet, as a10-llama-7b:4,h100-llama-3.1-8b:2")
+    kind.add_argument("--fleet", metavar="NAME:N,...", type=_parts, help=f"a mixed fleet, as {FLEET_EXAMPLE}")
     group.add_argument(
-        "--instances", metavar="N", type=_whole(1), help=f"number of instances (default {DEFAULT_INSTANCES})"
+        "--instances",
+        metavar="N",
+        type=_whole(1, MAX_INSTANCES),
+        help=f"number of instances (default {DEFAULT_INSTANCES}, at most {MAX_INSTANCES})",
     )
     group.add_argument(
-        "--slo", metavar="NAME,...", type=_names, default=["chat"], help="SLO classes, by index (default chat)"
+        "--slo",
+        metavar="NAME,...",
+        type=_names("chat,tight"),
+        default=["chat"],
+        help="SLO classes, by index (default chat)",
     )
     group.add_argument(
-        "--poll-interval-s", metavar="S", type=_positive, default=0.1, help="period of telemetry polls (default 0.1)"
+        "--poll-interval-s",
+        metavar="S",
+        type=_seconds(MIN_POLL_INTERVAL_S),
+        default=0.1,
+        help=f"period of telemetry polls (default 0.1, at least {MIN_POLL_INTERVAL_S:g})",
     )
     group.add_argument(
-        "--poll-delay-s", metavar="S", type=float, default=0.0, help="time until a poll is visible (default 0)"
+        "--poll-delay-s",
+        metavar="S",
+        type=_seconds(0.0),
+        default=0.0,
+        help=f"time until a poll is visible (default 0, at most {MAX_POLLS_IN_FLIGHT:,} intervals)",
     )
     group.add_argument(
         "--engine-reported",
@@ -271,15 +337,24 @@ def _served(
     from fleetpilot.evaluation.segments import at_load, instances_for_load, superpose
     from fleetpilot.fleet.slo import SLO_CLASSES
 
+    if arguments.poll_delay_s > MAX_POLLS_IN_FLIGHT * arguments.poll_interval_s:
+        raise ValueError(
+            f"--poll-delay-s {arguments.poll_delay_s:g}: expected at most {MAX_POLLS_IN_FLIGHT:,} times "
+            f"--poll-interval-s {arguments.poll_interval_s:g}"
+        )
     table = _table(workload)
     if arguments.superpose > 1:
         table = superpose(table, arguments.superpose)
-    profiles = _mixed(arguments) if arguments.fleet else (_profile(arguments.profile),)
+    profiles = _mixed(arguments) if arguments.fleet is not None else (_profile(arguments.profile),)
     table = _fitting(table, profiles, arguments.drop_over_length)
     if load:
         compile_kernels(["round-robin"], stderr_line)  # measuring a capacity takes a run
-    if not arguments.fleet:
+    if arguments.fleet is None:
         sized = instances_for_load(table, profiles[0], load) if load and not arguments.instances else DEFAULT_INSTANCES
+        if sized > MAX_INSTANCES:
+            raise ValueError(
+                f"--load {load:g}: {table.name} would need {sized:,} instances; expected at most {MAX_INSTANCES}"
+            )
         profiles *= arguments.instances or sized
     fleet = FleetConfig(
         profiles,
@@ -294,14 +369,33 @@ def _table(name: str | None) -> RequestTable:
     from fleetpilot.workloads import list_workloads, workload
 
     if not name:
-        raise ValueError("--workload: expected a trace file or the name of a workload (fleetpilot list workloads)")
+        given = "--workload" if name is None else repr(name)
+        raise ValueError(f"{given}: expected a trace file or the name of a workload (fleetpilot list workloads)")
     base, question_mark, parameters = name.partition("?")
     if Path(base).is_file():
-        return workload(f"file:{name}").replace(name=f"{Path(base).name}{question_mark}{parameters}")
-    if ":" not in base:
-        known = [info.name for info in list_workloads() if not info.name.endswith("PATH")]
-        _known("workload (and no file is called so)", base, known)
-    return workload(name)
+        table = workload(f"file:{name}").replace(name=f"{Path(base).name}{question_mark}{parameters}")
+    else:
+        known = [info.name for info in list_workloads()]
+        if base not in known and ":" not in base:
+            if _looks_like_a_path(base, known):
+                raise ValueError(f"{base}: no such file; expected a trace or a workload (fleetpilot list workloads)")
+            _known("workload (and no file is called so)", base, known)
+        table = workload(name)
+    if not len(table):
+        raise ValueError(f"{name}: no requests: {_what_was_read(table)}; expected at least one")
+    return table
+
+
+def _looks_like_a_path(text: str, workloads: Iterable[str]) -> bool:
+    folder, slash, _ = text.rpartition("/")
+    groups = {name.partition("/")[0] for name in workloads}
+    return bool(Path(text).suffix) or os.path.exists(text) or (bool(slash) and folder not in groups)
+
+
+def _what_was_read(table: RequestTable) -> str:
+    from fleetpilot.workloads.readers.read import rows_summary
+
+    return rows_summary(cast("dict[str, object]", table.meta["read"]))
 
 
 def _fitting(table: RequestTable, profiles: Iterable[HardwareProfile], drop: bool) -> RequestTable:
@@ -318,6 +412,8 @@ def _fitting(table: RequestTable, profiles: Iterable[HardwareProfile], drop: boo
     limit = f"more than the {smallest.max_model_len:,} tokens of {smallest.name}"
     if len(kept) < len(table) and not drop:
         raise ValueError(f"{table.name}: {left_out} have {limit}; --drop-over-length leaves them out")
+    if not len(kept):
+        raise ValueError(f"{table.name}: {left_out} have {limit}; expected some that fit")
     if len(kept) < len(table):
         warnings.warn(f"{table.name}: left out {left_out}: they have {limit}", stacklevel=2)
     return kept
@@ -333,13 +429,7 @@ def _mixed(arguments: argparse.Namespace) -> tuple[HardwareProfile, ...]:
     """The profiles of ``--fleet NAME:N,...``, one per instance."""
     if arguments.instances:
         raise ValueError(f"--instances {arguments.instances}: expected without --fleet, which has its own numbers")
-    profiles: list[HardwareProfile] = []
-    for part in _names(arguments.fleet):
-        name, _, count = part.rpartition(":")
-        if not name or not count.isdecimal() or int(count) < 1:
-            raise ValueError(f"--fleet {part!r}: expected NAME:N with N >= 1")
-        profiles += [_profile(name)] * int(count)
-    return tuple(profiles)
+    return tuple(profile for name, count in arguments.fleet for profile in [_profile(name)] * count)
 
 
 def _policy(name: str) -> str:
@@ -367,7 +457,9 @@ def _add_simulate(commands: Any) -> None:
     )
     _add_workload_options(parser, several=False)
     _add_fleet_options(parser)
-    parser.add_argument("--seed", metavar="N", type=_whole(0), default=0, help="seed of tie-breaks (default 0)")
+    parser.add_argument(
+        "--seed", metavar="N", type=_whole(0, 2**64 - 1), default=0, help="seed of tie-breaks (default 0)"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, help="write requests, samples and summary there")
 
@@ -408,7 +500,11 @@ def _add_evaluate(commands: Any) -> None:
         "  fleetpilot evaluate --experiment llumnix-motivation\n",
     )
     parser.add_argument(
-        "--policies", metavar="NAME,...", type=_names, default=["all"], help="policies, or all (the default)"
+        "--policies",
+        metavar="NAME,...",
+        type=_names("round-robin,lmetric"),
+        default=["all"],
+        help="policies, or all (the default)",
     )
     parser.add_argument(
         "--baseline", metavar="NAME", help="policy that the others are compared with (default the first)"
@@ -418,11 +514,17 @@ def _add_evaluate(commands: Any) -> None:
     )
     _add_workload_options(parser, several=True)
     parser.add_argument(
-        "--segments", metavar="K", type=_whole(1), default=10, help="cut each workload into K windows (default 10)"
+        "--segments",
+        metavar="K",
+        type=_whole(1, MAX_SEGMENTS),
+        default=10,
+        help="cut each workload into K windows (default 10)",
     )
     _add_fleet_options(parser)
-    parser.add_argument("--seeds", metavar="N", type=_whole(1), default=3, help="number of tie-break seeds (default 3)")
-    parser.add_argument("--workers", metavar="N", type=_whole(1), help="processes (default: all cores)")
+    parser.add_argument(
+        "--seeds", metavar="N", type=_whole(1, MAX_SEEDS), default=3, help="number of tie-break seeds (default 3)"
+    )
+    parser.add_argument("--workers", metavar="N", type=_whole(1, MAX_WORKERS), help="processes (default: all cores)")
     parser.add_argument(
         "-o", "--out", metavar="FOLDER", type=Path, help="folder of runs and report (default runs/evaluation)"
     )
@@ -433,10 +535,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     out = arguments.out or Path("runs") / (arguments.experiment or "evaluation")
     try:
-        if arguments.experiment:
+        if arguments.experiment is not None:
             return _experiment(arguments, out)
         policies = _policies(arguments.policies)
-        if arguments.baseline and arguments.baseline not in policies:
+        if arguments.baseline is not None and arguments.baseline not in policies:
             raise ValueError(f"--baseline {arguments.baseline!r}: expected one of the policies: {', '.join(policies)}")
         scenarios = [
             _scenario(arguments, workload, load)
@@ -452,6 +554,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _policies(names: list[str]) -> list[str]:
     from fleetpilot.baselines import BASELINES
 
+    if "all" in names and len(names) > 1:
+        raise ValueError(f"--policies {','.join(names)}: expected all alone, which stands for every policy")
     return list(BASELINES) if names == ["all"] else [_policy(name) for name in names]
 
 

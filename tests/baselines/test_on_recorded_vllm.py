@@ -90,6 +90,11 @@ def test_every_policy_decides(name: str, view: FleetView) -> None:
         "least-conn": 1,
         # watermark 2: (98 - 2 - 108) / 10 = -1.2, (192 - 2) / 3 = 63.3, (32 - 2 - 20) / 3 = 3.3
         "freeness": 1,
+        "infaas++": 1,
+        "llumnix": 1,
+        "llumnix-base": 1,
+        # the head alone, over the batch: (98 - 27) / 6 = 11.8, 192 / 3 = 64, (32 - 10) / 1 = 22
+        "llumnix-paper": 1,
         # (3400 + 640) x 10, (0 + 640) x 3 = 1920, (600 + 640 - 256) x 3 = 2952
         "lmetric": 1,
         # 256 of 640 tokens is more than 0.3

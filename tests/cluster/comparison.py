@@ -32,7 +32,7 @@ def profile_of(instance: oracle.OracleInstance, name: str) -> HardwareProfile:
         max_model_len=usable_tokens if instance.scheduler == "chunked" else min(usable_tokens, budget),
         prefix_cache=instance.prefix_cache,
         watermark=(instance.watermark_blocks + 0.5) / instance.kv_blocks if instance.watermark_blocks else 0.0,
-        kv_bytes_per_token=1,
+        kv_bytes_per_token=instance.kv_bytes_per_token,
         priority_order=instance.priority_order,
         provenance=dict.fromkeys(PROVENANCE_KEYS, "drawn at random"),
         **{name: getattr(instance, name) for name in COST_FIELDS},

@@ -210,6 +210,18 @@ def test_bad_actions_are_refused(actions: Any) -> None:
     ("arguments", "message"),
     [
         ({"num_envs": 0}, "num_envs = 0"),
+        ({"num_envs": "x"}, "num_envs = 'x': expected a whole number from 1 to 65,536"),
+        ({"num_envs": None}, "num_envs = None: expected a whole number"),
+        ({"instances": "nope"}, "instances = 'nope': expected a whole number from 1 to 4,096"),
+        ({"instances": None}, "instances = None: expected a whole number"),
+        ({"instances": float("nan")}, "instances = nan: expected a whole number"),
+        ({"instances": 2.5}, "instances = 2.5: expected a whole number"),
+        ({"instances": 10**9}, "instances = 1000000000: expected a whole number from 1 to 4,096"),
+        ({"threads": "two"}, "threads = 'two': expected a whole number"),
+        ({"max_episode_steps": "x"}, "max_episode_steps = 'x': expected a whole number"),
+        ({"autoreset_mode": "never"}, "autoreset_mode = 'never': expected an AutoresetMode, one of NextStep"),
+        ({"max_hold_s": -1}, "max_hold_s = -1: expected a number from 0"),
+        ({"cv": 0}, r"cv = 0: expected a number from 0.1 to 10$"),
         ({"max_episode_steps": 0}, "max_episode_steps = 0"),
         ({"render_mode": "human"}, "render_mode = 'human'"),
         ({"threads": 0}, "threads = 0"),
@@ -223,6 +235,40 @@ def test_bad_actions_are_refused(actions: Any) -> None:
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FleetVectorEnv(**{**SMALL, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scenario": -1}, "scenario = -1: expected the name of a scenario, or a Scenario"),
+        ({"scenario": None}, "scenario = None: expected the name"),
+        ({"scenario": []}, r"scenario = \[\]: expected the name"),
+        ({"profile": 3}, "profile = 3: expected a HardwareProfile, or the name or file of one"),
+        ({"reward": "x"}, "reward = 'x': expected RewardWeights"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        gymnasium.make("fleetpilot/Dispatch-v0", **{**SMALL, **arguments})
+    with pytest.raises(TypeError, match=message):
+        FleetVectorEnv(**{**SMALL, **arguments})
+
+
+def test_a_single_environment_takes_no_arguments_of_many() -> None:
+    with pytest.raises(TypeError, match=r"num_envs = 3: expected none here: .* gymnasium\.make_vec"):
+        FleetEnv(**SMALL, num_envs=3)
+
+
+@pytest.mark.parametrize("seed", ["x", 1.5, [1], [1, "x"]])
+def test_seeds_are_whole_numbers(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"seed = .*: expected a whole number, or one or None for each of 2 rows"):
+        FleetVectorEnv(2, **SMALL).reset(seed=seed)
+
+
+@pytest.mark.parametrize("options", [[1], "load", 3])
+def test_options_are_a_dict(options: Any) -> None:
+    with pytest.raises(TypeError, match=r"options = .*: expected a dict of parameters to pin, or None"):
+        FleetEnv(**SMALL).reset(options=options)
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------

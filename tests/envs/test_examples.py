@@ -16,6 +16,14 @@ def test_random_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert "slo_attainment" in capsys.readouterr().out
 
 
+def test_own_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "own_policy.py"), run_name="__main__")
+    shown = capsys.readouterr().out.splitlines()
+    names = ["fewest-prompt-tokens", "fewest-tokens-sent", "round-robin", "lmetric"]
+    assert [line.split()[0] for line in shown] == names
+    assert all("goodput" in line for line in shown)
+
+
 def test_train_sb3(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     contrib = pytest.importorskip("sb3_contrib")
     learn = contrib.MaskablePPO.learn

@@ -196,7 +196,7 @@ def test_the_worked_example_is_right() -> None:
     assert results.failed == 0
 
 
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), "x", None])
 def test_a_weight_that_rewards_costs_is_refused(weight: float) -> None:
     with pytest.raises(ValueError, match=r"reward weight waiting = .*: expected a finite number >= 0"):
         RewardWeights(waiting=weight)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import FleetConfig
 from fleetpilot.evaluation import Scenario, StoredRun, cut, evaluate, run_one, write_report
 from fleetpilot.evaluation.comparison import collect, differences_table, notes, rescored_table, values_table
@@ -212,6 +213,18 @@ def test_ctrl_c_keeps_what_is_done_and_the_next_call_goes_on(tmp_path: Path, wor
 
 
 # --- errors ------------------------------------------------------------------------------------------------------
+
+
+def test_more_samples_than_memory_holds_are_refused() -> None:
+    """The last of two requests comes, or is released, in a billion seconds."""
+    for late in (
+        make_table("late", [0.0, 1e9], [1, 1], [1, 1]),
+        make_table("late", [0.0, np.nan], [1, 1], [1, 1], parent=[-1, 0], think_s=[np.nan, 1e9]),
+    ):
+        with pytest.raises(ValueError, match=r"late: requests over 1e\+09 s .*: expected at most 100,000,000"):
+            scenario(segments=(late,))
+        with pytest.raises(ValueError, match="expected at most 100,000,000"):
+            run_one(late, scenario().fleet, load_policy("random"))
 
 
 def test_an_unknown_policy_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -61,6 +61,11 @@ def test_every_request_is_in_exactly_one_segment(times: list[float], k: int) -> 
         assert segment.arrival_s + start_s == pytest.approx(table.arrival_s[segment.source_row])
 
 
+def test_a_table_without_requests_is_an_error() -> None:
+    with pytest.raises(ValueError, match="nothing: no requests; expected at least one"):
+        cut(make_table("nothing", [], [], []), 10)
+
+
 def test_a_window_without_requests_is_an_error() -> None:
     with pytest.raises(ValueError, match="window 1 of 3 has no request; expected fewer segments"):
         cut(make_table("gap", [0.0, 1.0, 30.0], [1] * 3, [1] * 3), 3)
@@ -179,7 +184,7 @@ def test_a_load_is_positive(load: float) -> None:
 
 
 def test_a_rate_needs_a_span_and_a_capacity_requests() -> None:
-    with pytest.raises(ValueError, match="expected some to measure a capacity with"):
+    with pytest.raises(ValueError, match="empty: no requests; expected at least one"):
         capacity_rps(make_table("empty", [], [], []), FleetConfig((A10,)))
     with pytest.raises(ValueError, match="a closed loop has no rate of its own"):
         at_load(SESSIONS, FleetConfig((A10,)), 0.5)

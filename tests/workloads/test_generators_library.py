@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fleetpilot.workloads.library import HIGH_PRIORITY, list_workloads, parse_workload, stream, workload
 from fleetpilot.workloads.llumnix import LlumnixPaper
@@ -151,24 +153,58 @@ def test_servegen_by_name(traces: Path) -> None:
         ("poisson?rat=1", "workload 'poisson': unknown parameter 'rat': expected one of rate, lengths"),
         ("poisson?rate", "workload 'poisson': parameters 'rate': expected name=value pairs"),
         ("poisson?rate=1&rate=2", "workload 'poisson': rate = '1' and '2': expected one value"),
-        ("poisson?rate=abc", "workload 'poisson': rate = 'abc': expected a number > 0"),
-        ("poisson?rate=0", "workload 'poisson': rate = '0': expected a number > 0"),
-        ("poisson?rate=inf", "workload 'poisson': rate = 'inf': expected a number > 0"),
-        ("poisson?n=1.5", r"workload 'poisson': n = '1\.5': expected a whole number >= 1"),
-        ("poisson?seed=-1", "workload 'poisson': seed = '-1': expected a whole number >= 0"),
-        ("poisson?high_priority=2", "workload 'poisson': high_priority = '2': expected a number >= 0 and <= 1"),
+        ("poisson?rate=abc", "workload 'poisson': rate = 'abc': expected a number from 1e-09 to"),
+        ("poisson?rate=0", "workload 'poisson': rate = '0': expected a number from 1e-09 to"),
+        ("poisson?rate=inf", "workload 'poisson': rate = 'inf': expected a number from 1e-09 to"),
+        ("poisson?n=1.5", r"workload 'poisson': n = '1\.5': expected a whole number from 1 to 20,000,000"),
+        ("poisson?seed=-1", "workload 'poisson': seed = '-1': expected a whole number from 0 to"),
+        ("poisson?high_priority=2", "workload 'poisson': high_priority = '2': expected a number from 0 to 1"),
         ("poisson?lengths=none", "workload 'poisson': lengths = 'none': expected azure-conv"),
         ("poisson?prompt=uniform:5", "workload 'poisson': prompt = 'uniform:5': expected NUMBER, uniform:LOW:HIGH"),
         ("poisson?prompt=uniform:1.5:3", "prompt = 'uniform:1.5:3': expected .*1.5 is not a whole number"),
         ("poisson?prompt=x", "workload 'poisson': prompt = 'x': expected NUMBER"),
         ("poisson?predict=oracle", "workload 'poisson': predict = 'oracle': expected mean, class:session"),
         ("poisson?predict=error:-1", "workload 'poisson': predict = 'error:-1': expected mean"),
-        ("piecewise?rates=1,x", "workload 'piecewise': rates = '1,x': expected numbers joined by commas"),
-        ("diurnal?peak_to_trough=0.5", r"workload 'diurnal': peak_to_trough = '0\.5': expected a number >= 1"),
+        ("piecewise?rates=1,x", "workload 'piecewise': rates = '1,x': expected numbers from 0 to .* joined by commas"),
+        ("diurnal?peak_to_trough=0.5", r"workload 'diurnal': peak_to_trough = '0\.5': expected a number from 1 to"),
         ("llumnix/M-M?mode=exact", "llumnix/M-M: mode = 'exact': expected paper or zipf or quantile"),
+        ("piecewise?rates=1,2,3", "rates = '1,2,3': expected as many numbers as durations_s = '600,600' has"),
+        ("poisson?prompt=1e300", "prompt = '1e300': expected NUMBER, .*'1e300' is not a number <= 1e"),
+        ("poisson?prompt=uniform:1:inf", "prompt = 'uniform:1:inf': expected .*'inf' is not a number <="),
+        ("poisson?predict=error:1e9", "predict = 'error:1e9': expected .*error:SIGMA"),
+        ("sessions/chat?system_prompts=1000000000", "system_prompts = '1000000000': expected a whole number from 0 to"),
         ("sessions/chat?loop=half", "workload 'sessions/chat': loop = 'half': expected closed or open"),
     ],
 )
 def test_errors_name_parameter_value_and_expectation(uri: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_workload(uri)
+
+
+EXTREMES = (
+    *("0", "-1", "1e-300", "1e-9", "1e9", "1e23", "1e300", "nan", "inf", "9" * 30, "1" * 5000, "x", ""),
+    *("geometric:1e9", "geometric:1e300", "uniform:1:1e9", "uniform:0:0", "uniform:2:1", "uniform:1:2:3:4"),
+    *("lognormal:1e9:1e9", "lognormal:1e300:0", "lognormal:nan:1", "llumnix:1e300", "error:10", "constant:1e9"),
+)
+
+
+@pytest.mark.filterwarnings("error")
+@given(st.sampled_from([(i.name, key) for i in list_workloads() for key in i.parameters]), st.sampled_from(EXTREMES))
+def test_extreme_values_give_a_table_or_an_error_that_names_them(parameter: tuple[str, str], value: str) -> None:
+    name, key = parameter
+    uri = f"{name}?{key}={value}" + ("" if key == "n" else "&n=50")
+    said = refusal(uri)
+    if said is not None and not said.endswith("No such file or directory"):
+        assert "expected" in said
+        assert f"{key} = {value!r}" in said or f"workload {uri!r}: " in said
+
+
+def refusal(uri: str) -> str | None:
+    """What is said against a workload, None if it has requests."""
+    try:
+        assert len(workload(uri)) > 0
+    except ValueError as error:
+        return str(error)
+    except FileNotFoundError as error:
+        return error.strerror
+    return None

@@ -264,3 +264,20 @@ class TestServeGen:
     def test_errors(self, reasoning: Path, start_s: float, duration_s: float, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             read_servegen(reasoning, start_s=start_s, duration_s=duration_s)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"junk", r"client_windows.csv.gz: expected gzipped CSV \(Not a gzipped file"),
+        (gzip.compress(b"client_id,t_s\n1,2\n")[:-9], "client_windows.csv.gz: expected gzipped CSV"),
+        (gzip.compress(b"client_id,t_s\n1,2\n"), "client_windows.csv.gz: expected a column 'rate_rps'"),
+        (gzip.compress(b"client_id,t_s,rate_rps,pattern\n1,x,1,Gamma\n"), "t_s = 'x': expected a finite number"),
+        (gzip.compress(b"client_id,t_s,rate_rps,pattern\n1,0,1,Gamma\n"), "cv = None: expected a finite number"),
+        (gzip.compress(b"client_id,t_s,rate_rps,pattern\n1,0\n"), "rate_rps = None: expected a finite number"),
+    ],
+)
+def test_a_damaged_servegen_folder_is_refused_by_file_and_field(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "client_windows.csv.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_servegen(tmp_path, start_s=0, duration_s=3_600)

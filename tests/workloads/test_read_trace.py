@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,7 @@ def test_a_limit_keeps_the_earliest_and_never_repeats(tmp_path: Path) -> None:
 
 def test_too_long_requests_are_an_error_by_default(tmp_path: Path) -> None:
     message = (
-        r"trace.csv: row 1: prompt \+ output tokens = 5010: expected at most max_total_tokens = 4096; choose over_len"
+        r"trace.csv: line 3: prompt \+ output tokens = 5010: expected at most max_total_tokens = 4096; choose over_len"
     )
     with pytest.raises(ValueError, match=message):
         read(tmp_path, "0,4000,96", "1,10,5000", max_total_tokens=4096)
@@ -345,8 +346,20 @@ def refusal(read: Callable[[], object]) -> str | None:
     return None
 
 
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_errors_name_the_line_of_the_file(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    """A header, blank lines and fields with line breaks count as an editor counts them."""
+    path = tmp_path / "trace"
+    path.write_bytes(pack(b'\n"arrived_at",num_prefill_tokens,num_decode_tokens\n\n0,1,"1\n"\n\n1,x,1\n'))
+    with pytest.raises(ValueError, match="trace: line 7: num_prefill_tokens = 'x'"):
+        read_trace(path)
+    path.write_bytes(pack(b'\n{"timestamp": 0, "input_length": 1, "output_length": 1}\n\n{"timestamp": 0}\n'))
+    with pytest.raises(ValueError, match="trace: line 4: input_length = None"):
+        read_trace(path, "mooncake")
+
+
 @given(damaged())
-def test_garbage_gives_an_error_that_names_file_and_row_and_no_other(
+def test_garbage_gives_an_error_that_names_file_and_line_and_no_other(
     tmp_path_factory: pytest.TempPathFactory, damage: tuple[str, bytes, bool]
 ) -> None:
     format, content, in_row = damage
@@ -354,6 +367,7 @@ def test_garbage_gives_an_error_that_names_file_and_row_and_no_other(
     path.write_bytes(content)
     message = refusal(lambda: read_trace(path, format))
     assert message is None or "damaged.trace" in message
-    assert message is None or not in_row or "row " in message
+    assert message is None or not in_row or re.search(r"line [1-9]", message)
+    assert message is None or message.isascii()
     message = refusal(lambda: detect_format(path))
     assert message is None or "damaged.trace" in message

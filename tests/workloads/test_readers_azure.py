@@ -77,19 +77,19 @@ def test_the_image_column_of_2025_is_read_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("yesterday,10,5", r"azure.csv: row 1: TIMESTAMP = 'yesterday': expected a time like"),
-        ("2023-13-16 18:17:03,10,5", r"row 1: TIMESTAMP = '2023-13-16 18:17:03': expected .*month"),
-        ("2023-11-16 18:17:03.1234567891,10,5", r"row 1: TIMESTAMP"),  # more digits than a nanosecond has
+        ("yesterday,10,5", r"azure.csv: line 3: TIMESTAMP = 'yesterday': expected a time like"),
+        ("2023-13-16 18:17:03,10,5", r"line 3: TIMESTAMP = '2023-13-16 18:17:03': expected .*month"),
+        ("2023-11-16 18:17:03.1234567891,10,5", r"line 3: TIMESTAMP"),  # more digits than a nanosecond has
         (
             "2023-11-16 18:17:03+00:00,10,5",
-            r"row 1: TIMESTAMP = .*: expected no offset from UTC, as in the rows before",
+            r"line 3: TIMESTAMP = .*: expected no offset from UTC, as in the rows before",
         ),
-        ("1969-11-16 18:17:03,10,5", r"row 1: TIMESTAMP = .*: expected a year from 1970"),
-        ("2023-11-16 18:17:03,ten,5", r"row 1: ContextTokens = 'ten': expected an integer from 0"),
-        ("2023-11-16 18:17:03,-10,5", r"row 1: ContextTokens = '-10': expected an integer from 0"),
-        ("2023-11-16 18:17:03,10,5.5", r"row 1: GeneratedTokens = '5.5': expected an integer from 0"),
-        ("2023-11-16 18:17:03,nan,5", r"row 1: ContextTokens = 'nan': expected an integer from 0"),
-        ("2023-11-16 18:17:03,10", r"row 1: line = .*: expected 3 fields, as in the header"),
+        ("1969-11-16 18:17:03,10,5", r"line 3: TIMESTAMP = .*: expected a year from 1970"),
+        ("2023-11-16 18:17:03,ten,5", r"line 3: ContextTokens = 'ten': expected an integer from 0"),
+        ("2023-11-16 18:17:03,-10,5", r"line 3: ContextTokens = '-10': expected an integer from 0"),
+        ("2023-11-16 18:17:03,10,5.5", r"line 3: GeneratedTokens = '5.5': expected an integer from 0"),
+        ("2023-11-16 18:17:03,nan,5", r"line 3: ContextTokens = 'nan': expected an integer from 0"),
+        ("2023-11-16 18:17:03,10", r"line 3: line = .*: expected 3 fields, as in the header"),
     ],
 )
 def test_errors_name_file_row_field_value_and_expectation(tmp_path: Path, line: str, message: str) -> None:

@@ -66,7 +66,7 @@ def test_a_parent_that_arrives_later_is_no_parent(tmp_path: Path) -> None:
 
 def test_blocks_of_16_tokens_are_counted(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"bailian.jsonl: row 0: len\(hash_ids\) = 1: expected 2 \(17 prompt tokens in"
+        ValueError, match=r"bailian.jsonl: line 1: len\(hash_ids\) = 1: expected 2 \(17 prompt tokens in"
     ):
         read(tmp_path, chat(1, -1, 9.0, 17, 1, [1]))
 
@@ -81,5 +81,5 @@ def test_blocks_of_16_tokens_are_counted(tmp_path: Path) -> None:
     ],
 )
 def test_bad_fields_are_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=f"bailian.jsonl: row 0: {message}"):
+    with pytest.raises(ValueError, match=f"bailian.jsonl: line 1: {message}"):
         read(tmp_path, chat(1, -1, 9.0, 16, 1, [1]) | change)

@@ -78,5 +78,5 @@ def test_ties_of_the_clock_are_spread_or_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "1e999", "", "1_0", "noon"])
 def test_bad_times_are_refused(tmp_path: Path, value: str) -> None:
-    with pytest.raises(ValueError, match=rf"burst.csv: row 1: Timestamp = '{value}': expected a finite time >= 0"):
+    with pytest.raises(ValueError, match=rf"burst.csv: line 3: Timestamp = '{value}': expected a finite time >= 0"):
         read(tmp_path, V1, "5,GPT-4,1,1,2,API log", f"{value},GPT-4,1,1,2,API log")

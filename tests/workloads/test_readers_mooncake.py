@@ -42,13 +42,13 @@ def test_shared_blocks_are_shared_prefixes(tmp_path: Path) -> None:
 def test_the_number_of_blocks_is_the_ceiling(tmp_path: Path, tokens: int, blocks: int) -> None:
     read(tmp_path, row(0, tokens, hash_ids=list(range(blocks))))
     for wrong in (blocks - 1, blocks + 1):
-        message = rf"mooncake.jsonl: row 0: len\(hash_ids\) = {wrong}: expected {blocks} \({tokens} prompt tokens in"
+        message = rf"mooncake.jsonl: line 1: len\(hash_ids\) = {wrong}: expected {blocks} \({tokens} prompt tokens in"
         with pytest.raises(ValueError, match=message):
             read(tmp_path, row(0, tokens, hash_ids=list(range(wrong))))
 
 
 def test_twenty_tokens_in_two_blocks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"row 0: len\(hash_ids\) = 2: expected 1"):
+    with pytest.raises(ValueError, match=r"line 1: len\(hash_ids\) = 2: expected 1"):
         read(tmp_path, row(0, 20, hash_ids=[123, 456]))
 
 
@@ -68,7 +68,7 @@ def test_a_shared_id_at_another_place_is_not_a_shared_prefix(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("ids", [[1.5], ["a"], [True], None, 3, [[1]]])
 def test_ids_are_integers(tmp_path: Path, ids: object) -> None:
-    with pytest.raises(ValueError, match=r"row 0: hash_ids = .*: expected a list of integers"):
+    with pytest.raises(ValueError, match=r"line 1: hash_ids = .*: expected a list of integers"):
         read(tmp_path, row(0, 512, hash_ids=ids))
 
 
@@ -88,12 +88,12 @@ def test_bad_times_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mooncake.jsonl"
     good = json.dumps(row(0, 5, hash_ids=[1]))
     path.write_text(good + "\n" + good.replace('"timestamp": 0', f'"timestamp": {text}'))
-    with pytest.raises(ValueError, match=r"mooncake.jsonl: row 1: "):
+    with pytest.raises(ValueError, match=r"mooncake.jsonl: line 2: "):
         read_trace(path)
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"row 1: timestamp = None: expected a finite time >= 0"):
+    with pytest.raises(ValueError, match=r"line 2: timestamp = None: expected a finite time >= 0"):
         read(tmp_path, row(0, 5, hash_ids=[1]), {"input_length": 5, "output_length": 5, "hash_ids": [1]})
 
 

@@ -33,7 +33,7 @@ def test_blocks_and_unit_as_told(mooncake_file: Path) -> None:
 @pytest.mark.parametrize("chunk_tokens", [16, 256, 1024])
 def test_blocks_that_do_not_add_up_to_the_prompt_are_refused(mooncake_file: Path, chunk_tokens: int) -> None:
     with pytest.raises(
-        ValueError, match=rf"timed.jsonl: row 0: len\(hash_ids\) = 3: expected .* blocks of {chunk_tokens}"
+        ValueError, match=rf"timed.jsonl: line 1: len\(hash_ids\) = 3: expected .* blocks of {chunk_tokens}"
     ):
         read_trace(mooncake_file, "timed_trace", chunk_tokens=chunk_tokens, seconds_per_unit=0.001)
 

@@ -54,7 +54,7 @@ def test_without_a_think_time_it_is_what_passed_since_the_answer(tmp_path: Path)
     assert read(tmp_path, session("a", *calls)).think_s.tolist() == pytest.approx([np.nan, 3.0, 0.0], nan_ok=True)
     del calls[0]["api_time"]
     message = (
-        r"weka.jsonl: row 0: requests\[1\].think_time = None: expected a time in s, or api_time in the call before"
+        r"weka.jsonl: line 1: requests\[1\].think_time = None: expected a time in s, or api_time in the call before"
     )
     with pytest.raises(ValueError, match=message):
         read(tmp_path, session("a", *calls))
@@ -121,11 +121,11 @@ def test_calls_out_of_order_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"block_size": 0}, "row 1: block_size = 0: expected 64, as in the sessions before"),
-        ({"block_size": 16}, "row 1: block_size = 16: expected 64, as in the sessions before"),
-        ({"requests": {}}, "row 1: requests = {}: expected a list of calls"),
-        ({"requests": [3]}, r"row 1: requests\[0\].type = None: expected 'n', 's' or 'subagent'"),
-        ({"requests": [{"type": "s", "t": 0, "in": 5}]}, r"row 1: requests\[0\].out = None: expected an integer"),
+        ({"block_size": 0}, "line 2: block_size = 0: expected 64, as in the sessions before"),
+        ({"block_size": 16}, "line 2: block_size = 16: expected 64, as in the sessions before"),
+        ({"requests": {}}, "line 2: requests = {}: expected a list of calls"),
+        ({"requests": [3]}, r"line 2: requests\[0\].type = None: expected 'n', 's' or 'subagent'"),
+        ({"requests": [{"type": "s", "t": 0, "in": 5}]}, r"line 2: requests\[0\].out = None: expected an integer"),
     ],
 )
 def test_bad_fields_are_named(tmp_path: Path, change: dict[str, object], message: str) -> None:

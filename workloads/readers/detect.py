@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fleetpilot.workloads.readers import azure, bailian, burstgpt, mooncake, timed_trace, vidur, weka
-from fleetpilot.workloads.readers.source import TraceFile, TraceRows
+from fleetpilot.workloads.readers.source import TraceFile, TraceRows, shown
 
 READERS: dict[str, Callable[..., TraceRows]] = {
     "azure": azure.read,
@@ -50,15 +50,20 @@ def detect_format(path: str | Path) -> str:
         if not fitting and names >= _PLAIN_MOONCAKE:
             if not names & _SURE_MOONCAKE:
                 raise ValueError(
-                    f"{file.path.name}: keys {sorted(names)} fit Mooncake (milliseconds) and GuideLLM (seconds): "
-                    "expected format='mooncake', or format='timed_trace' with chunk_tokens and seconds_per_unit"
+                    f"{file.path.name}: keys {shown(sorted(names))} fit Mooncake (milliseconds) and GuideLLM "
+                    "(seconds): expected format='mooncake', or format='timed_trace' with chunk_tokens and "
+                    "seconds_per_unit"
                 )
             fitting = ["mooncake"]
     else:
         names = set(file.csv_header(line))
         fitting = [name for name, columns in _CSV_COLUMNS.items() if columns <= names]
+    if not fitting and ("\0" in line or "\ufffd" in line):
+        raise ValueError(f"{file.path.name}: begins with {shown(line[:16])}: expected CSV or JSON lines, plain or gzip")
     if not fitting:
-        raise ValueError(f"{file.path.name}: no known trace format has the fields {sorted(names)}: {_known_fields()}")
+        raise ValueError(
+            f"{file.path.name}: no known trace format has the fields {shown(sorted(names))}: {_known_fields()}"
+        )
     return fitting[0]
 
 

@@ -61,7 +61,7 @@ def read_trace(
             ``labels`` (timed_trace), ``session_gap_s`` (weka, weka_requests).
 
     Raises:
-        ValueError: naming file, row, field, value and expectation.
+        ValueError: naming file, line, field, value and expectation.
     """
     _check_options(max_total_tokens, over_length, window_s, limit, load_factor)
     file = TraceFile(path)
@@ -149,13 +149,17 @@ def read_summary(table: RequestTable) -> str:
     if "read" not in table.meta:
         raise ValueError(f"table {table.name!r}: expected one that read_trace made")
     report = cast(dict[str, object], table.meta["read"])
+    return (
+        f"{report['file']} ({report['format']}, times in {report['time_unit']}): {rows_summary(report)}; "
+        f"{report['inversions']} out of time order; span {table.span_s:.1f} s"
+    )
+
+
+def rows_summary(report: dict[str, object]) -> str:
+    """What became of the rows of a file, from a table's ``meta["read"]``."""
     dropped = cast(dict[str, int], report["dropped"])
     reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items()) or "none"
-    return (
-        f"{report['file']} ({report['format']}, times in {report['time_unit']}): {report['rows_read']} rows read, "
-        f"{report['rows_emitted']} emitted, dropped: {reasons}; {report['inversions']} out of time order; "
-        f"span {table.span_s:.1f} s"
-    )
+    return f"{report['rows_read']} rows read, {report['rows_emitted']} emitted, dropped: {reasons}"
 
 
 def _check_options(

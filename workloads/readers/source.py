@@ -11,13 +11,13 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import TextIO
 
-from fleetpilot.workloads.table import NO_PARENT, NO_SESSION
+from fleetpilot.workloads.table import MAX_TOKENS, NO_PARENT, NO_SESSION
 
-MAX_TOKENS = 2**31 - 1
 MAX_TIME = 2**62
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -25,23 +25,33 @@ JsonObject = dict[str, object]
 
 
 class TraceFile:
-    """A trace file, plain or gzip, read line by line. Its errors name file, row, field, value and expectation.
+    """A trace file, plain or gzip, read line by line. Its errors name file, line, field, value and expectation.
 
-    Rows count from 0; a header and blank lines are not rows.
+    Rows count from 0; a header and blank lines are not rows. Lines are those of the file, from 1.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._has_header = False
 
     def error(self, row: int, field: str, value: object, expected: str) -> ValueError:
         """The error for one field of one row."""
-        shown = repr(value)
-        shown = shown if len(shown) <= 120 else shown[:117] + "..."
-        return ValueError(f"{self.path.name}: row {row}: {field} = {shown}: expected {expected}")
+        return ValueError(f"{self.path.name}: line {self.line(row)}: {field} = {shown(value)}: expected {expected}")
+
+    def line(self, row: int) -> int:
+        """The line on which a row ends; found by reading the file again, as only errors ask for it."""
+        with self.open() as text:
+            if self._has_header:
+                reader = csv.reader(text)
+                next(islice(filter(None, reader), row + 1, None))
+                return reader.line_num
+            return next(islice((number for number, line in enumerate(text, 1) if line.strip()), row, None))
 
     @contextmanager
     def open(self) -> Iterator[TextIO]:
         """The file as text; undecodable bytes become U+FFFD, so that their field is refused and named."""
+        if self.path.exists() and not self.path.is_file():
+            raise ValueError(f"{self.path}: expected a regular file")
         with self.path.open("rb") as raw:
             zipped = raw.read(2) == GZIP_MAGIC
         try:
@@ -77,12 +87,12 @@ class TraceFile:
         """Row number and the fields of the named columns; an optional column that is missing gives empty fields."""
         with self.open() as text:
             reader = csv.reader(text)
-            row = -1
             try:
+                self._has_header = True
                 header = [name.strip() for name in next(filter(None, reader), [])]
                 missing = [name for name in columns if name not in header]
                 if missing:
-                    raise ValueError(f"{self.path.name}: header {header}: expected a column {missing[0]!r}")
+                    raise ValueError(f"{self.path.name}: header {shown(header)}: expected a column {missing[0]!r}")
                 width = len(header)
                 wanted = [header.index(name) if name in header else width for name in (*columns, *optional)]
                 pick = itemgetter(*wanted)
@@ -92,7 +102,7 @@ class TraceFile:
                     fields.append("")
                     yield row, pick(fields)
             except csv.Error as error:
-                raise ValueError(f"{self.path.name}: row {row + 1}: not CSV: {error}") from error
+                raise ValueError(f"{self.path.name}: line {reader.line_num}: not CSV: {error}") from error
 
     def json_rows(self) -> Iterator[tuple[int, JsonObject]]:
         """Row number and object of each line."""
@@ -134,6 +144,12 @@ class TraceFile:
             counts = " or ".join(map(str, sorted(set(expected_blocks))))
             raise self.error(row, f"len({field})", len(value), f"{counts} ({why})")
         return value
+
+
+def shown(value: object) -> str:
+    """A value as errors show it: plain ASCII, whatever the file held, and short."""
+    text = ascii(value)
+    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _number(value: object) -> float:

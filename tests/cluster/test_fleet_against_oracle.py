@@ -1,0 +1,30 @@
+"""Migration, lifecycle and failures in the kernel against the second model of tests/oracle_fleet.py."""
+
+from comparison import assert_bitwise_equal
+from fleet_comparison import FleetCase, assert_same_run, run_kernel_fleet
+from hypothesis import given
+from strategies import fleets, fleets_on_grid
+
+
+@given(fleets())
+def test_requests_migrations_and_bills_equal_the_oracle(case: FleetCase) -> None:
+    assert_same_run(case)
+
+
+@given(fleets_on_grid())
+def test_ties_equal_the_oracle(case: FleetCase) -> None:
+    assert_same_run(case)
+
+
+@given(fleets() | fleets_on_grid())
+def test_leaps_equal_single_steps_bitwise(case: FleetCase) -> None:
+    leaping, asked = run_kernel_fleet(case, leap=True)
+    stepping, asked_stepping = run_kernel_fleet(case, leap=False)
+    assert asked.questions == asked_stepping.questions
+    assert leaping.migrations.tobytes() == stepping.migrations.tobytes()
+    assert_bitwise_equal(leaping, stepping)
+
+
+@given(fleets() | fleets_on_grid())
+def test_conservation(case: FleetCase) -> None:
+    run_kernel_fleet(case, leap=True, check=True)

@@ -1,0 +1,632 @@
+"""Migration, lifecycle and failures of docs/model.md a second time, on the engines of tests/oracle.py.
+
+One event at a time, and after each of them conservation is asserted: every block, every request. Failures at drawn
+times are not modelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from oracle import Block, Engine, Job, OracleInstance, OracleRequest, OracleResult, check_fits, path_of
+
+from fleetpilot.cluster.config import Failures, Rebalancing, Scaling
+from fleetpilot.workloads.table import RequestTable
+
+OUTCOMES = (
+    "completed",
+    "moved",  # a waiting request, without a copy
+    "no_space",
+    "finished",
+    "preempted",
+    "too_long",
+    "source_died",
+    "destination_died",
+)
+
+ABSENT, STARTING, READY, DRAINING, FAILED = range(5)
+
+(
+    _FAILURE,
+    _STARTED,
+    _DEADLINE,
+    _COPIED,
+    _CAME_BACK,
+    _ARRIVAL,
+    _RETRY,
+    _SOURCE_TICK,
+    _SCALE_TICK,
+    _SAMPLE,
+    _BOUNDARY,
+) = range(11)
+"""Events, in the order in which those of the same time happen."""
+
+_MOST_EVENTS = 200_000
+
+
+@dataclass(frozen=True)
+class OracleFleet:
+    """The dispatcher's configuration; names as in `fleetpilot.cluster.FleetConfig`."""
+
+    instances: tuple[OracleInstance, ...]
+    rebalancing: Rebalancing | None = None
+    scaling: Scaling | None = None
+    failures: Failures | None = None
+    hold_interval_s: float = 0.1
+    max_hold_s: float = 1e6
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a policy is asked, and what it can see of each instance then (lists in the order of the instances)."""
+
+    time_s: float
+    kind: str  # dispatch, source, destination, scale
+    candidates: list[bool]
+    may_hold: bool
+    state: list[int]
+    migrating: list[bool]
+    in_flight: list[int]
+    unstarted: list[int]
+    unstarted_prompt_tokens: list[int]
+    started_prompt_tokens: list[int]
+    streamed_tokens: list[int]
+
+
+@dataclass(eq=False)
+class Migration:
+    """A migration, from its decision on; `stages` and `blocks` count what was begun to be copied."""
+
+    job: Job
+    source: int
+    destination: int
+    start_s: float
+    preemptions: int  # of the request when it began
+    reserved: list[Block] = field(default_factory=list)
+    stage_end_s: float = math.inf
+    stopping: bool = False  # at the source's next boundary
+    stop_s: float = math.nan
+    end_s: float = math.nan
+    stages: int = 0
+    blocks: int = 0
+    outcome: str = ""
+
+    @property
+    def row(self) -> int:
+        return self.job.row
+
+    @property
+    def stopped(self) -> bool:
+        return not math.isnan(self.stop_s)
+
+
+@dataclass
+class FleetResult(OracleResult):
+    """What a simulation gives on top."""
+
+    migrations: list[Migration]
+    """In the order of their ends."""
+    alive_s: list[float]
+    """Billed seconds of each instance."""
+    end_s: float
+    samples: list[tuple[float, int, int]]
+    """(time, instance, used blocks)"""
+
+
+class FleetEngine(Engine):
+    """An engine that requests can leave and join in the middle."""
+
+    def __init__(self, config: OracleInstance, index: int, state: int) -> None:
+        super().__init__(config)
+        self.index = index
+        self.state = state
+        self.arriving: list[Job] = []  # join the batch at the next boundary
+        self.migration: Migration | None = None
+        self.stopped: list[Job] = []  # at most one: left the batch, its last blocks are copied
+        self.ready_s = math.inf  # end of start-up or repair
+        self.deadline_s = math.inf  # of a drain
+        self.billed_since_s = 0.0 if state == READY else math.nan
+        self.billed_s = 0.0
+
+    def requests(self) -> list[Job]:
+        return self.running + self.stopped + self.arriving + self.waiting
+
+    def holders(self) -> list[Job]:
+        return self.running + self.stopped + self.arriving
+
+    def reserved(self) -> list[Block]:
+        m = self.migration
+        return m.reserved if m is not None and m.destination == self.index else []
+
+    def wake(self, now_s: float) -> None:
+        """Something became free, or arrived: an idle instance has a boundary at once if it has anything to do."""
+        if self.boundary_s == math.inf and (self.waiting or self.arriving):
+            self.boundary_s = now_s
+
+    def join(self) -> None:
+        """Before the scheduler runs: arriving requests join the batch, at the end of the decodes."""
+        while self.arriving and len(self.running) < self.config.max_num_seqs:
+            job = self.arriving.pop(0)
+            assert job.is_decode
+            job.record.downtime_s += self.now_s - job.stopped_s
+            self.running.insert(sum(other.is_decode for other in self.running), job)
+
+    def clear(self) -> list[Job]:
+        """Lose everything. Returns the requests that were here, which hold nothing any more."""
+        jobs = self.requests()
+        for job in jobs:
+            job.blocks, job.computed = [], 0
+        self.iterations -= bool(self.scheduled)  # the one under way never ends
+        self.running, self.stopped, self.arriving, self.waiting, self.scheduled = [], [], [], [], []
+        self.memory = type(self.memory)(self.config.kv_blocks)
+        self.boundary_s = math.inf
+        return jobs
+
+
+class Fleet:
+    """The dispatcher and its instances."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        config: OracleFleet,
+        choose: Callable[[Question], int | None],
+        sample_interval_s: float,
+    ) -> None:
+        for instance in config.instances:
+            check_fits(table, instance)
+        self.table = table
+        self.config = config
+        self.choose = choose
+        ready = config.scaling.ready if config.scaling else len(config.instances)
+        self.engines = [
+            FleetEngine(engine, i, READY if i < ready else ABSENT) for i, engine in enumerate(config.instances)
+        ]
+        self.records = [OracleRequest(row) for row in range(len(table))]
+        self.now_s = 0.0
+        self.arrivals = [(float(table.arrival_s[row]), row) for row in range(len(table)) if not self.is_closed(row)]
+        self.came_back: list[Job] = []  # at this very time
+        self.held: list[Job] = []
+        self.next_retry_s = math.inf
+        self.failures = sorted(config.failures.at) if config.failures else []
+        self.source_ticks = self.scale_ticks = self.samples_taken = 0
+        self.sample_interval_s = sample_interval_s
+        self.samples: list[tuple[float, int, int]] = []
+        self.migrations: list[Migration] = []
+
+    def is_closed(self, row: int) -> bool:
+        return not math.isnan(self.table.think_s[row])
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> FleetResult:
+        for _ in range(_MOST_EVENTS):
+            if not self.arrivals and self.in_system() == 0:
+                return self.result()
+            time_s, kind, index = min(self.next_events())
+            assert time_s >= self.now_s, "time went back"
+            assert time_s < math.inf, "stuck"
+            self.now_s = time_s
+            self.happen(kind, index)
+            self.leave_drained()
+            self.check()
+        raise AssertionError(f"not done after {_MOST_EVENTS} events")
+
+    def next_events(self) -> list[tuple[float, int, int]]:
+        """(time, kind, index) of the next event of each kind and instance."""
+        rebalancing, scaling = self.config.rebalancing, self.config.scaling
+        events = [(time_s, _FAILURE, index) for time_s, index in self.failures[:1]]
+        for index, engine in enumerate(self.engines):
+            events += [(engine.ready_s, _STARTED, index), (engine.deadline_s, _DEADLINE, index)]
+            if engine.migration is not None and engine.migration.source == index:
+                events.append((engine.migration.stage_end_s, _COPIED, index))
+            events.append((engine.boundary_s, _BOUNDARY, index))
+        events += [(self.now_s, _CAME_BACK, 0)] * bool(self.came_back)
+        events += [(time_s, _ARRIVAL, row) for time_s, row in sorted(self.arrivals)[:1]]
+        if self.held:
+            events.append((self.next_retry_s, _RETRY, 0))
+        if rebalancing:
+            events.append(((self.source_ticks + 1) * rebalancing.interval_s, _SOURCE_TICK, 0))
+        if scaling:
+            events.append((scaling.first_s + self.scale_ticks * scaling.interval_s, _SCALE_TICK, 0))
+        if self.sample_interval_s < math.inf:
+            events.append((self.samples_taken * self.sample_interval_s, _SAMPLE, 0))
+        return events
+
+    def happen(self, kind: int, index: int) -> None:
+        if kind == _FAILURE:
+            self.failures.pop(0)
+            self.fail(index)
+        elif kind == _STARTED:
+            self.engines[index].ready_s = math.inf
+            if self.engines[index].state == FAILED:
+                self.engines[index].billed_since_s = self.now_s
+            self.engines[index].state = READY
+        elif kind == _DEADLINE:
+            self.engines[index].deadline_s = math.inf
+            self.come_back(self.clear(index))
+        elif kind == _COPIED:
+            self.end_stage(self.engines[index].migration)
+        elif kind == _CAME_BACK:
+            self.dispatch_or_hold(self.came_back.pop(0))
+        elif kind == _ARRIVAL:
+            self.arrivals.remove((self.now_s, index))
+            self.arrive(index)
+        elif kind == _RETRY:
+            self.retry()
+        elif kind == _SOURCE_TICK:
+            self.source_ticks += 1
+            self.rebalance()
+        elif kind == _SCALE_TICK:
+            self.scale_ticks += 1
+            self.scale()
+        elif kind == _SAMPLE:
+            self.samples_taken += 1
+            self.samples += [(self.now_s, i, engine.used_blocks) for i, engine in enumerate(self.engines)]
+        else:
+            self.boundary(index)
+
+    def boundary(self, index: int) -> None:
+        engine = self.engines[index]
+        finished = engine.end_iteration()
+        for job in finished:
+            for row in range(len(self.table)):
+                if self.table.parent[row] == job.row and self.is_closed(row):
+                    self.arrivals.append((self.now_s + float(self.table.think_s[row]), row))
+        if engine.migration is not None and engine.migration.source == index and engine.migration.stopping:
+            self.stop(engine.migration)
+        engine.begin_iteration()
+        if finished:
+            self.next_retry_s = self.now_s
+
+    # --- decisions ---------------------------------------------------------------------------------------------------
+
+    def ask(self, kind: str, candidates: Sequence[int], may_hold: bool = True) -> int | None:
+        """The policy's choice among the candidates; it is not asked if there are none."""
+        if not candidates:
+            return None
+        jobs = [engine.requests() for engine in self.engines]
+        question = Question(
+            self.now_s,
+            kind,
+            [i in candidates for i in range(len(self.engines))],
+            may_hold,
+            [engine.state for engine in self.engines],
+            [engine.migration is not None for engine in self.engines],
+            [len(here) for here in jobs],
+            [sum(job.streamed == 0 for job in here) for here in jobs],
+            [sum(job.prompt + job.generated for job in here if job.streamed == 0) for here in jobs],
+            [sum(job.prompt + job.generated - job.streamed for job in here if job.streamed > 0) for here in jobs],
+            [sum(job.streamed for job in here) for here in jobs],
+        )
+        chosen = self.choose(question)
+        assert chosen in candidates if chosen is not None else may_hold, "an illegal choice"
+        return chosen
+
+    def has(self, state: int) -> int:
+        return sum(engine.state == state for engine in self.engines)
+
+    def arrive(self, row: int) -> None:
+        self.records[row].arrival_s = self.now_s
+        prompt, output = int(self.table.prompt_tokens[row]), int(self.table.output_tokens[row])
+        self.dispatch_or_hold(Job(row, prompt, output, key=(0, 0.0, row), path=[], record=self.records[row]))
+
+    def dispatch_or_hold(self, job: Job) -> None:
+        """Of a request that arrives now, or comes back."""
+        if not self.dispatch(job):
+            self.held.append(job)
+            if len(self.held) == 1:
+                self.plan_retry()
+
+    def retry(self) -> None:
+        if self.dispatch(self.held[0]):
+            self.held.pop(0)
+            self.next_retry_s = self.now_s
+        else:
+            self.plan_retry()
+
+    def plan_retry(self) -> None:
+        latest_s = self.held[0].record.arrival_s + self.config.max_hold_s
+        self.next_retry_s = min(self.now_s + self.config.hold_interval_s, latest_s)
+
+    def dispatch(self, job: Job) -> bool:
+        """False if the request is to be held."""
+        candidates = [i for i, engine in enumerate(self.engines) if engine.state == READY]
+        may_hold = self.now_s < job.record.arrival_s + self.config.max_hold_s
+        if not candidates and not may_hold:
+            self.end_as_failed([job])
+            return True
+        chosen = self.ask("dispatch", candidates, may_hold)
+        if chosen is None:
+            return False
+        job.record.dispatch_s = self.now_s
+        job.generated_before = job.generated
+        self.settle(job, chosen)
+        self.engines[chosen].submit(job, self.now_s)
+        return True
+
+    def settle(self, job: Job, index: int) -> None:
+        """The request is this instance's now."""
+        config = self.config.instances[index]
+        job.record.instance = index
+        priority = int(self.table.priority[job.row]) if config.priority_order else 0
+        job.key = (priority, job.record.dispatch_s, job.row)
+        job.path = path_of(self.table, job.row, config.block_size) if config.prefix_cache else []
+
+    # --- migration ---------------------------------------------------------------------------------------------------
+
+    def rebalance(self) -> None:
+        """The SOURCE tick."""
+        most = self.config.rebalancing.max_pairs
+        chosen: list[int] = []
+        while most is None or len(chosen) < most:
+            free = [i for i, engine in enumerate(self.engines) if engine.migration is None]
+            sources = [i for i in free if i not in chosen and self.leaving(self.engines[i]) is not None]
+            source = self.ask("source", sources)
+            if source is None:
+                return
+            chosen.append(source)
+            ready = [i for i in free if i != source and self.engines[i].state == READY]
+            destination = self.ask("destination", ready)
+            if destination is not None:
+                self.migrate(source, destination)
+            self.leave_drained()
+
+    def leaving(self, engine: FleetEngine) -> Job | None:
+        """The request that would leave."""
+        if engine.state not in (READY, DRAINING):
+            return None
+        decoding = [job for job in reversed(engine.running) if job.is_decode]  # so ties go to the last
+        if not decoding:
+            return engine.waiting[-1] if engine.state == DRAINING and engine.waiting else None
+
+        def tokens(job: Job) -> int:
+            return job.prompt + job.generated
+
+        choice = self.config.rebalancing.choice
+        if choice == "last":
+            return decoding[0]
+        if choice == "shortest":
+            return min(decoding, key=tokens)
+        if choice == "longest":
+            return max(decoding, key=tokens)
+        return max(decoding, key=lambda job: (int(self.table.priority[job.row]), -tokens(job)))
+
+    def migrate(self, source: int, destination: int) -> None:
+        engine = self.engines[source]
+        job = self.leaving(engine)
+        m = Migration(job, source, destination, self.now_s, job.record.preemptions)
+        if job in engine.waiting:
+            engine.waiting.remove(job)
+            engine.memory.forget(("tail", job.row))
+            self.settle(job, destination)
+            self.engines[destination].submit(job, self.now_s)
+            self.end(m, "moved")
+            return
+        for i in (source, destination):
+            self.engines[i].migration = m
+            self.engines[i].slowdown = self.config.rebalancing.slowdown
+        self.begin_stage(m, job.computed // engine.config.block_size)
+
+    def begin_stage(self, m: Migration, blocks: int) -> bool:
+        """PRE-ALLOC and copy; False if the migration ends here."""
+        rebalancing, memory = self.config.rebalancing, self.engines[m.destination].memory
+        if len(memory.free) < blocks:
+            self.end(m, "no_space")
+            return False
+        m.reserved += [memory.take() for _ in range(blocks)]
+        m.stages += 1
+        m.blocks += blocks
+        config = self.config.instances[m.source]
+        block_bytes = config.block_size * config.kv_bytes_per_token
+        m.stage_end_s = self.now_s + (
+            rebalancing.round_trip_s + blocks * block_bytes / rebalancing.bandwidth_bytes_per_s
+        )
+        return True
+
+    def end_stage(self, m: Migration) -> None:
+        job, block_size = m.job, self.config.instances[m.source].block_size
+        m.stage_end_s = math.inf
+        if m.stopped:
+            self.commit(m)
+        elif not math.isnan(job.record.finish_s):
+            self.end(m, "finished")
+        elif job.record.preemptions > m.preemptions:
+            self.end(m, "preempted")
+        elif math.ceil(job.computed / block_size) - m.blocks <= self.config.rebalancing.last_stage_blocks:
+            m.stopping = True
+        elif m.stages == self.config.rebalancing.max_stages - 1:
+            self.end(m, "too_long")
+        else:
+            self.begin_stage(m, job.computed // block_size - m.blocks)
+
+    def stop(self, m: Migration) -> None:
+        """Between steps 2 and 3 of the source's boundary."""
+        m.stopping = False
+        source, job = self.engines[m.source], m.job
+        if not math.isnan(job.record.finish_s):
+            self.end(m, "finished")
+        elif job.record.preemptions > m.preemptions:
+            self.end(m, "preempted")
+        elif self.begin_stage(m, math.ceil(job.computed / source.config.block_size) - m.blocks):
+            m.stop_s = job.stopped_s = self.now_s
+            source.running.remove(job)
+            source.stopped = [job]
+
+    def commit(self, m: Migration) -> None:
+        source, destination, job = self.engines[m.source], self.engines[m.destination], m.job
+        computed = job.computed
+        source.stopped = []
+        source.leave(job, preempted=False)
+        self.settle(job, m.destination)
+        job.blocks, job.computed = m.reserved, computed
+        destination.memory.pin(job.path, 0)
+        nodes = [span for span in job.path if span.owner[0] == "node"]
+        destination.memory.fill(nodes, job.blocks, 0, computed // destination.config.block_size)
+        destination.arriving.append(job)
+        self.end(m, "completed")
+
+    def end(self, m: Migration, outcome: str) -> None:
+        source, destination = self.engines[m.source], self.engines[m.destination]
+        if source.migration is m:
+            source.migration = destination.migration = None
+            source.slowdown = destination.slowdown = 1.0
+        if outcome in ("completed", "moved"):
+            m.job.record.migrations += 1
+        else:
+            destination.memory.free[:0] = m.reserved
+        if outcome == "destination_died":
+            source.arriving += source.stopped
+            source.stopped = []
+        source.wake(self.now_s)
+        destination.wake(self.now_s)
+        m.outcome, m.end_s = outcome, self.now_s
+        self.migrations.append(m)
+
+    # --- lifecycle and failures --------------------------------------------------------------------------------------
+
+    def scale(self) -> None:
+        """The SCALE tick."""
+        scaling = self.config.scaling
+        most = len(self.engines) if scaling.max_instances is None else scaling.max_instances
+        seen: list[int] = []
+        while True:
+            candidates: list[int] = []
+            for i, engine in enumerate(self.engines):
+                absent = (e for e in self.engines if e.state == ABSENT and e.config == engine.config)
+                first_absent = next(absent, None)
+                started = self.has(STARTING) + self.has(READY) + self.has(DRAINING)
+                if i not in seen and (
+                    (engine is first_absent and started < most)
+                    or (engine.state == READY and self.has(READY) > scaling.min_instances)
+                    or engine.state == DRAINING
+                ):
+                    candidates.append(i)
+            chosen = self.ask("scale", candidates)
+            if chosen is None:
+                return
+            seen.append(chosen)
+            engine = self.engines[chosen]
+            if engine.state == ABSENT:
+                engine.state = STARTING
+                engine.ready_s = self.now_s + scaling.start_up_s
+                engine.billed_since_s = self.now_s
+            elif engine.state == READY:
+                engine.state = DRAINING
+                engine.deadline_s = self.now_s + scaling.drain_deadline_s
+                self.leave_drained()
+            else:
+                engine.deadline_s = math.inf
+                engine.state = READY
+
+    def leave_drained(self) -> None:
+        """Draining instances without a request and without a migration are absent."""
+        for engine in self.engines:
+            if engine.state == DRAINING and not engine.requests() and engine.migration is None:
+                engine.clear()
+                engine.state = ABSENT
+                engine.deadline_s = math.inf
+                self.stop_billing(engine)
+
+    def stop_billing(self, engine: FleetEngine) -> None:
+        engine.billed_s += self.now_s - engine.billed_since_s
+        engine.billed_since_s = math.nan
+
+    def fail(self, index: int) -> None:
+        engine = self.engines[index]
+        if engine.state in (ABSENT, FAILED):
+            return
+        self.stop_billing(engine)
+        engine.state = FAILED
+        engine.deadline_s = math.inf
+        engine.ready_s = self.now_s + self.config.failures.repair_s
+        jobs = self.clear(index)
+        if self.config.failures.requests == "restart":
+            self.come_back(jobs)
+        else:
+            self.end_as_failed(jobs)
+
+    def end_as_failed(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            job.record.failed = True
+
+    def clear(self, index: int) -> list[Job]:
+        """The instance loses its requests, which are returned, its KV and its migration."""
+        jobs = self.engines[index].clear()
+        m = self.engines[index].migration
+        if m is not None:
+            m.reserved = m.reserved if m.source == index else []
+            self.end(m, "source_died" if m.source == index else "destination_died")
+        return jobs
+
+    def come_back(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            job.record.restarts += 1
+            job.lost_at_s = math.nan
+        self.came_back += jobs
+
+    # --- conservation and the result ---------------------------------------------------------------------------------
+
+    def in_system(self) -> int:
+        return sum(len(engine.requests()) for engine in self.engines) + len(self.held) + len(self.came_back)
+
+    def check(self) -> None:
+        """Every request is in one place, every block is used, reserved or free."""
+        rows = [job.row for engine in self.engines for job in engine.requests()]
+        rows += [job.row for job in self.held] + [job.row for job in self.came_back]
+        rows += [row for _, row in self.arrivals]
+        for record in self.records:
+            rows += [record.row] * (record.failed + (not math.isnan(record.finish_s)))
+        times = Counter(rows)
+        for row in range(len(self.table)):
+            not_released = self.is_closed(row) and math.isnan(self.records[self.table.parent[row]].finish_s)
+            assert times[row] == (not not_released), f"row {row} is at {times[row]} places"
+        for index, engine in enumerate(self.engines):
+            engine.check()
+            m = engine.migration
+            assert m is None or (index in (m.source, m.destination) and engine.state in (READY, DRAINING))
+            assert math.isnan(engine.billed_since_s) == (engine.state in (ABSENT, FAILED))
+            if engine.state not in (READY, DRAINING):
+                assert not engine.requests()
+                assert engine.used_blocks == 0
+            if engine.boundary_s == math.inf:
+                assert not engine.running
+                assert not engine.arriving
+                assert not engine.waiting or engine.migration is not None, "idle, though a request waits"
+
+    def result(self) -> FleetResult:
+        for engine in self.engines:
+            if not math.isnan(engine.billed_since_s):
+                self.stop_billing(engine)
+        return FleetResult(
+            requests=self.records,
+            preemptions=[engine.preemptions for engine in self.engines],
+            iterations=[engine.iterations for engine in self.engines],
+            evicted_blocks=[engine.memory.evicted for engine in self.engines],
+            blocked_boundaries=[engine.blocked_boundaries for engine in self.engines],
+            history=[engine.history for engine in self.engines],
+            migrations=self.migrations,
+            alive_s=[engine.billed_s for engine in self.engines],
+            end_s=self.now_s,
+            samples=self.samples,
+        )
+
+
+def simulate_fleet(
+    table: RequestTable,
+    config: OracleFleet,
+    choose: Callable[[Question], int | None],
+    sample_interval_s: float = math.inf,
+) -> FleetResult:
+    """Run all requests of `table` to their end.
+
+    Args:
+        table: the requests; each must fit each instance.
+        config: the fleet.
+        choose: answers each question with one of its candidates, or None.
+        sample_interval_s: at 0, this, twice this, ... the used blocks are noted.
+    """
+    return Fleet(table, config, choose, sample_interval_s).run()

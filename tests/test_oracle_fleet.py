@@ -1,0 +1,461 @@
+"""Migration, lifecycle and failures in the oracle against cases worked out by hand from docs/model.md.
+
+Unless a test says otherwise an iteration takes 1 s, 1.25 s while a migration goes on, a block of 4 tokens takes 0.5 s
+to copy and a stage 0.25 s more. Request A, of 8 + 10 tokens, arrives at instance 0 at 0; at 2.5 the policy is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from keyed_choice import KeyedChoice
+from oracle import OracleInstance
+from oracle_fleet import ABSENT, READY, FleetResult, Migration, OracleFleet, Question, simulate_fleet
+from strategies import fleets, fleets_on_grid
+
+from fleetpilot.cluster.config import Failures, Rebalancing, Scaling
+from fleetpilot.workloads.table import RequestTable, make_table
+
+NAN = math.nan
+CHUNKED = OracleInstance("chunked", kv_blocks=100, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, a_s=1.0)
+MOVES = Rebalancing(
+    interval_s=2.5,
+    choice="last",
+    round_trip_s=0.25,
+    bandwidth_bytes_per_s=8.0,
+    slowdown=1.25,
+    max_stages=3,
+    last_stage_blocks=1,
+)
+SCALES = Scaling(interval_s=1.0, first_s=2.0, ready=2, min_instances=1, start_up_s=1.5)
+
+
+class Script:
+    """Answers by kind, in turn: an instance, or None, as all answers when they are used up (instance 0 to dispatch)."""
+
+    def __init__(self, **answers: list[int | None]):
+        self.answers = {kind: list(given) for kind, given in answers.items()}
+        self.asked: list[Question] = []
+
+    def choose(self, question: Question) -> int | None:
+        self.asked.append(question)
+        left = self.answers.get(question.kind, [])
+        return left.pop(0) if left else {"dispatch": 0}.get(question.kind)
+
+    def times(self, kind: str) -> list[float]:
+        return [question.time_s for question in self.asked if question.kind == kind]
+
+
+def run(
+    script: Script,
+    arrival_s: list[float],
+    prompt: list[int],
+    output: list[int],
+    instances: list[OracleInstance],
+    columns: dict[str, object] | None = None,
+    **options: object,
+) -> FleetResult:
+    table = make_table("by hand", arrival_s, prompt, output, **(columns or {}))
+    return simulate_fleet(table, OracleFleet(tuple(instances), **options), script.choose, sample_interval_s=0.25)
+
+
+def used(result: FleetResult, time_s: float) -> list[int]:
+    return [blocks for at_s, _, blocks in result.samples if at_s == time_s]
+
+
+def described(m: Migration) -> tuple[object, ...]:
+    """What happened; the time of the stop is 0 if there was none."""
+    stop_s = 0.0 if math.isnan(m.stop_s) else m.stop_s
+    return (m.row, m.source, m.destination, m.start_s, stop_s, m.end_s, m.stages, m.blocks, m.outcome)
+
+
+def move_a(
+    output: int = 10, b: int = 0, instances: list[OracleInstance] | None = None, **options: object
+) -> FleetResult:
+    """A is asked to move to instance 1 at 2.5. There runs B if its prompt `b` is not 0; it wants 8 tokens."""
+    script = Script(dispatch=[0, 1], source=[0], destination=[1])
+    return run(
+        script,
+        [0.0, 0.0] if b else [0.0],
+        [8, b] if b else [8],
+        [output, 8] if b else [output],
+        instances or [CHUNKED, CHUNKED],
+        **{"rebalancing": MOVES, **options},
+    )
+
+
+# --- a migration that completes ---------------------------------------------------------------------------------------
+
+
+def test_every_time_of_a_migration() -> None:
+    result = move_a()
+    # Tokens at 1, 2. At 2.5 A holds 8 + 1 tokens: 2 full blocks, 0.25 + 2 x 0.5 s of copies, to 3.75. Token 3 at 3; the
+    # iteration that begins then takes 1.25 s. At 3.75 A holds 10 tokens, 3 blocks: 1 is left, so it stops at 4.25, with
+    # token 4 and 11 tokens. 0.25 + 0.5 s for the rest. From 5 on it decodes on instance 1.
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 4.25, 5.0, 2, 3, "completed")]
+    request = result.requests[0]
+    assert request.token_times == [1, 2, 3, 4.25, 6, 7, 8, 9, 10, 11]
+    assert (request.instance, request.migrations, request.restarts, request.preemptions) == (1, 1, 0, 0)
+    assert (request.dispatch_s, request.admitted_s, request.finish_s, request.downtime_s) == (0, 0, 11, 0.75)
+    assert result.iterations == [4, 6]
+    # A sample sees what was reserved at its time, and no boundary.
+    assert [used(result, t) for t in (2.25, 2.5, 4.25, 4.5, 5.0, 5.25, 6.25)] == [
+        [3, 0],
+        [3, 2],
+        [3, 2],
+        [3, 3],
+        [0, 3],
+        [0, 3],
+        [0, 4],  # 8 + 5 tokens
+    ]
+
+
+def test_iterations_of_the_destination_are_slower_from_start_to_end() -> None:
+    result = move_a(b=8)
+    # Those that begin at 3 and 4.25: that at 4.25 runs until 5.5, when A, there since 5, joins.
+    assert result.requests[1].token_times == [1, 2, 3, 4.25, 5.5, 6.5, 7.5, 8.5]
+    assert result.requests[0].token_times == [1, 2, 3, 4.25, 6.5, 7.5, 8.5, 9.5, 10.5, 11.5]
+
+
+def test_longer_copies_take_more_stages() -> None:
+    # 2 s a block. Stage 0: 2 blocks, 2.5 to 6.75. Boundaries 3, 4.25, 5.5, 6.75: at 6.75 (copies first) 12 tokens have
+    # been computed, 3 blocks, 1 left: stop at 6.75, where it is 13 tokens, 4 blocks, 2 left. 6.75 + 0.25 + 4 = 11.
+    result = move_a(rebalancing=replace(MOVES, bandwidth_bytes_per_s=2.0))
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 6.75, 11.0, 2, 4, "completed")]
+    # 3 s a block: to 8.75; 8: 14 tokens, 4 blocks, 2 left, 3 full: stage 1 copies 1 to 12. 11.75: 17 tokens, 5 blocks,
+    # 2 left > 1.
+    stages = replace(MOVES, bandwidth_bytes_per_s=4 / 3, max_stages=4)
+    result = move_a(output=30, rebalancing=stages)
+    first = described(result.migrations[0])
+    assert first[:4] == (0, 0, 1, 2.5)
+    # Stage 2 copies the fourth block, 12 to 15.25. 14.25: 19 tokens, 5 blocks, 1 left: stop at 15.5, 20 tokens.
+    assert first[4:] == (15.5, 18.75, 4, 5, "completed")
+
+
+def test_destination_without_a_seat() -> None:
+    one_seat = replace(CHUNKED, max_num_seqs=1)
+    result = move_a(b=8, instances=[CHUNKED, one_seat])
+    # B is done at 8.5. The blocks of A are there from 5 on.
+    assert result.requests[1].finish_s == 8.5
+    assert result.requests[0].token_times == [1, 2, 3, 4.25, 9.5, 10.5, 11.5, 12.5, 13.5, 14.5]
+    assert result.requests[0].downtime_s == 8.5 - 4.25
+    assert used(result, 6.0) == [0, 7]  # 3 of A, 8 + 6 tokens of B
+
+
+def test_request_joins_before_one_that_is_partly_prefilled() -> None:
+    # B's 60 tokens in chunks of 9; at 5.5 it has had 5: 0, 1, 2, 3, 4.25. A takes 1 of the budget from then on.
+    chunks = replace(CHUNKED, max_num_seqs=8, max_num_batched_tokens=9)
+    result = move_a(b=60, instances=[CHUNKED, chunks])
+    assert result.requests[0].token_times[4:6] == [6.5, 7.5]
+    # 45 done, then 8, then the last 7.
+    assert result.requests[1].first_token_s == 7.5
+
+
+def test_cache_of_source_and_destination() -> None:
+    """A's prompt is a shared prefix of 8 tokens; so is that of C, at the source after the COMMIT, and D, where A is."""
+    cached = replace(CHUNKED, prefix_cache=True)
+    script = Script(dispatch=[0, 0, 1], source=[0], destination=[1])
+    prefixes = {"node_parent": [-1], "node_end_tokens": [8], "prefix_node": [0, 0, 0]}
+    result = run(script, [0.0, 5.5, 6.5], [8, 12, 12], [10, 1, 1], [cached, cached], prefixes, rebalancing=MOVES)
+    assert [request.cached_tokens for request in result.requests] == [0, 8, 8]
+    assert used(result, 6.75) == [0, 4]
+    assert used(result, 7.25) == [0, 5]  # D takes one block beyond the prefix that A holds
+
+
+@pytest.mark.parametrize(("choice", "row"), [("last", 3), ("shortest", 1), ("longest", 2), ("lowest_priority", 3)])
+def test_which_request_leaves(choice: str, row: int) -> None:
+    script = Script(source=[0], destination=[1])
+    columns = {"priority": [2, 0, 1, 2]}
+    moves = replace(MOVES, choice=choice)
+    result = run(script, [0.0] * 4, [9, 4, 9, 8], [8] * 4, [CHUNKED] * 2, columns, rebalancing=moves)
+    assert [m.row for m in result.migrations] == [row]
+
+
+def test_questions_of_a_tick() -> None:
+    script = Script(dispatch=[0, 1, 2, 3], source=[1, 0, 2], destination=[None, 3])
+    run(script, [0.0] * 4, [8] * 4, [4] * 4, [CHUNKED] * 4, rebalancing=MOVES)
+    asked = [(q.kind, [i for i in range(4) if q.candidates[i]]) for q in script.asked if q.time_s == 2.5]
+    assert asked == [
+        ("source", [0, 1, 2, 3]),
+        ("destination", [0, 2, 3]),  # none: 1 is not asked for again, but may be a destination
+        ("source", [0, 2, 3]),
+        ("destination", [1, 2, 3]),
+        ("source", [2]),
+        ("destination", [1]),
+    ]
+
+
+# --- migrations that do not ------------------------------------------------------------------------------------------
+
+
+def test_no_space_at_the_start() -> None:
+    # B holds 17 + 1 tokens at 2.5: all 5 blocks.
+    result = move_a(b=16, instances=[CHUNKED, replace(CHUNKED, kv_blocks=6, max_num_batched_tokens=20)])
+    assert used(result, 2.25) == [3, 5]
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 0.0, 2.5, 0, 0, "no_space")]
+    assert result.requests[0].token_times == list(range(1, 11))
+    assert result.requests[1].token_times == list(range(1, 9))
+
+
+def test_no_space_at_the_stop() -> None:
+    # B, of 10 tokens, takes the block of its 13th at 3. Of 6 blocks none is left at 4.25: A stays, both at full speed.
+    result = move_a(b=10, instances=[CHUNKED, replace(CHUNKED, kv_blocks=6)])
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 0.0, 4.25, 1, 2, "no_space")]
+    assert result.requests[0].token_times == [1, 2, 3, 4.25, 5.25, 6.25, 7.25, 8.25, 9.25, 10.25]
+    assert result.requests[1].token_times == [1, 2, 3, 4.25, 5.25, 6.25, 7.25, 8.25]
+    assert [used(result, t)[1] for t in (2.25, 2.5, 3.25, 4.25, 4.5)] == [3, 5, 6, 6, 4]
+
+
+@pytest.mark.parametrize(("output", "end_s"), [(3, 3.75), (4, 4.25)])
+def test_finished(output: int, end_s: float) -> None:
+    """At 3, which the source says at the end of the stage, or at the boundary at which it was to stop."""
+    # C keeps instance 0 busy.
+    script = Script(source=[0], destination=[1])
+    moves = replace(MOVES, choice="shortest")
+    result = run(script, [0.0, 0.0], [8, 9], [output, 10], [CHUNKED] * 2, rebalancing=moves)
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 0.0, end_s, 1, 2, "finished")]
+    assert used(result, 3.5) == [3 + 3 * (output == 4), 2]
+    assert used(result, end_s + 0.25)[1] == 0
+
+
+def test_preempted() -> None:
+    # 4 s a block: stage 0 from 2.5 to 6.75. At 5.5 the first request wants a block for its 13th token: C gives its 2.
+    script = Script(source=[0], destination=[1])
+    small = replace(CHUNKED, kv_blocks=5)
+    moves = replace(MOVES, bandwidth_bytes_per_s=1.0)
+    result = run(script, [0.0, 0.0], [8, 4], [8, 8], [small, CHUNKED], rebalancing=moves)
+    assert [described(m) for m in result.migrations] == [(1, 0, 1, 2.5, 0.0, 6.75, 1, 1, "preempted")]
+    assert result.requests[0].token_times == [1, 2, 3, 4.25, 5.5, 6.75, 7.75, 8.75]
+    assert result.requests[1].token_times == [1, 2, 3, 4.25, 5.5, 9.75, 10.75, 11.75]
+    assert used(result, 6.5)[1] == 1
+    assert used(result, 6.75)[1] == 0
+
+
+@pytest.mark.parametrize(("max_stages", "end_s", "blocks"), [(2, 10.75, 2), (3, 19.0, 4)])
+def test_too_long(max_stages: int, end_s: float, blocks: int) -> None:
+    # 4 s a block. Stage 0: 8.25 s; 16 tokens then, 2 blocks left. Stage 1: 8.25 s; 22 tokens then, 2 blocks left.
+    result = move_a(output=25, rebalancing=replace(MOVES, bandwidth_bytes_per_s=1.0, max_stages=max_stages))
+    assert described(result.migrations[0]) == (0, 0, 1, 2.5, 0.0, end_s, max_stages - 1, blocks, "too_long")
+
+
+@pytest.mark.parametrize(("failure_s", "stop_s", "stages", "generated"), [(3.5, 0.0, 1, 3), (4.5, 4.25, 2, 4)])
+def test_source_dies(failure_s: float, stop_s: float, stages: int, generated: int) -> None:
+    failures = Failures(at=((failure_s, 0),), repair_s=100.0)
+    result = move_a(failures=failures)
+    died = (0, 0, 1, 2.5, stop_s, failure_s, stages, 1 + stages, "source_died")
+    assert [described(m) for m in result.migrations] == [died]
+    # It begins again on the other: the prefill of 8 tokens and what it had generated gives the next.
+    tokens = [1, 2, 3, 4.25][:generated]
+    assert result.requests[0].token_times == tokens + [failure_s + i for i in range(1, 11 - generated)]
+    assert result.requests[0].restarts == 1
+    assert used(result, failure_s + 0.25) == [0, 3]
+    result = move_a(failures=replace(failures, requests="fail"))
+    assert result.requests[0].failed
+    assert result.requests[0].token_times == tokens
+    assert result.end_s == failure_s
+    assert result.alive_s == [failure_s, failure_s]
+
+
+@pytest.mark.parametrize(("failure_s", "stop_s", "stages"), [(3.5, 0.0, 1), (4.5, 4.25, 2)])
+def test_destination_dies(failure_s: float, stop_s: float, stages: int) -> None:
+    """While A decodes, or has stopped: then it rejoins the idle source at once."""
+    result = move_a(failures=Failures(at=((failure_s, 1),), repair_s=1.0))
+    died = (0, 0, 1, 2.5, stop_s, failure_s, stages, 1 + stages, "destination_died")
+    assert described(result.migrations[0]) == died
+    rejoined_s = failure_s if stages == 2 else 4.25
+    assert result.requests[0].token_times[3:6] == [4.25, rejoined_s + 1, rejoined_s + 2]
+    assert used(result, failure_s) == [3, 0]
+    assert result.requests[0].restarts == 0
+    assert result.requests[0].downtime_s == (0.25 if stages == 2 else 0)
+
+
+def test_idle_instance_tries_its_head_when_a_reservation_ends() -> None:
+    # Instance 1 has 5 blocks; 2 are reserved from 2.5 to 3.75, when A turns out to have finished at 3. B wants 4 at 3.
+    script = Script(dispatch=[0, 1], source=[0], destination=[1])
+    small = replace(CHUNKED, kv_blocks=5)
+    result = run(script, [0.0, 3.0], [8, 16], [3, 1], [small] * 2, rebalancing=MOVES)
+    assert result.requests[1].token_times == [4.75]
+
+
+def test_waiting_request_moves_at_once() -> None:
+    # A's 40 tokens in chunks of 9: no decode until 5. W waits behind it for the only seat, until it moves.
+    script = Script(source=[0], destination=[1], scale=[0])
+    one_seat = replace(CHUNKED, max_num_seqs=1, max_num_batched_tokens=9)
+    result = run(script, [0.0, 0.0], [40, 8], [2, 2], [one_seat] * 2, rebalancing=MOVES, scaling=SCALES)
+    assert [described(m) for m in result.migrations] == [(1, 0, 1, 2.5, 0.0, 2.5, 0, 0, "moved")]
+    assert result.requests[1].token_times == [3.5, 4.5]
+    assert result.requests[1].migrations == 1
+    assert result.alive_s == [6.0, 6.0]
+
+
+# --- lifecycle -------------------------------------------------------------------------------------------------------
+
+
+def test_start_up() -> None:
+    script = Script(dispatch=[0, 1], scale=[1])
+    result = run(script, [0.0, 3.75], [8, 8], [2, 2], [CHUNKED] * 2, scaling=replace(SCALES, ready=1))
+    # One of two may be drained at 4 and at 5; none starts a second time.
+    assert script.times("scale") == [2.0, 4.0, 5.0]
+    assert [q.candidates for q in script.asked if q.kind == "scale"] == [[False, True], [True, True], [True, True]]
+    assert [q.candidates for q in script.asked if q.kind == "dispatch"] == [[True, False], [True, True]]
+    assert result.requests[1].finish_s == 5.75
+    assert result.alive_s == [5.75, 3.75]
+
+
+def test_absent_candidates_are_the_first_of_their_kind_while_there_may_be_more() -> None:
+    script = Script(scale=[1])
+    other = replace(CHUNKED, a_s=2.0)
+    scaling = replace(SCALES, ready=1, max_instances=2)
+    run(script, [0.0], [8], [3], [CHUNKED, CHUNKED, CHUNKED, other], scaling=scaling)
+    assert [q.candidates for q in script.asked if q.kind == "scale"] == [[False, True, False, True]]
+
+
+def test_drain_without_migration() -> None:
+    script = Script(dispatch=[0, 1], scale=[0])
+    result = run(script, [0.0, 3.0], [8, 8], [4, 4], [CHUNKED] * 2, scaling=SCALES)
+    # Draining at 2, absent at 4. The second request may not go there.
+    assert script.asked[-1].kind == "scale"
+    assert [q.candidates for q in script.asked if q.kind == "dispatch"] == [[True, True], [False, True]]
+    assert result.requests[0].token_times == [1, 2, 3, 4]
+    assert result.alive_s == [4.0, 7.0]
+    assert [q.state[0] for q in script.asked if q.time_s == 5.0] == [ABSENT]
+
+
+def test_drain_with_migration() -> None:
+    # As in the first test of this file. Absent once A has left.
+    script = Script(dispatch=[0], scale=[0], source=[0], destination=[1])
+    result = run(script, [0.0], [8], [10], [CHUNKED] * 2, rebalancing=MOVES, scaling=SCALES)
+    assert result.requests[0].finish_s == 11
+    assert result.alive_s == [5.0, 11.0]
+
+
+def test_idle_instance_that_drains_is_absent_at_once() -> None:
+    script = Script(scale=[1])
+    result = run(script, [0.0], [8], [4], [CHUNKED] * 2, scaling=SCALES)
+    assert result.alive_s == [4.0, 2.0]
+    assert [q.candidates for q in script.asked if q.time_s == 2.0] == [[True, True]]  # a slot is chosen once in a tick
+
+
+def test_what_drains_loses_its_cache() -> None:
+    cached = replace(CHUNKED, prefix_cache=True)
+    script = Script(dispatch=[0, 0], scale=[0, 0])
+    prefixes = {"node_parent": [-1], "node_end_tokens": [8], "prefix_node": [0, 0]}
+    scaling = replace(SCALES, start_up_s=1.0)
+    result = run(script, [0.0, 5.0], [8, 12], [1, 1], [cached] * 2, prefixes, scaling=scaling)
+    assert result.requests[1].cached_tokens == 0
+    assert result.alive_s == [2.0 + 3.0, 6.0]  # absent at 2, started at 3
+
+
+def test_cancelled_drain() -> None:
+    script = Script(dispatch=[0, 0], scale=[0, 0])
+    scaling = replace(SCALES, drain_deadline_s=1.5)
+    result = run(script, [0.0, 3.25], [8, 8], [4, 4], [CHUNKED] * 2, scaling=scaling)
+    # Of the only one that is ready none may be drained.
+    assert [(q.time_s, q.candidates) for q in script.asked if q.kind == "scale"][:3] == [
+        (2.0, [True, True]),
+        (3.0, [True, False]),
+        (3.0, [False, True]),
+    ]
+    assert [q.state for q in script.asked if q.kind == "dispatch"][1] == [READY, READY]
+    assert [request.token_times for request in result.requests] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert result.alive_s == [8.0, 8.0]
+    assert result.requests[0].restarts == 0
+
+
+def test_deadline() -> None:
+    one_seat = replace(CHUNKED, max_num_seqs=1)
+    script = Script(dispatch=[0, 0, 1, 1], scale=[0])
+    scaling = replace(SCALES, drain_deadline_s=1.5)
+    result = run(script, [0.0, 0.0], [8, 8], [5, 1], [one_seat] * 2, scaling=scaling)
+    # 3.5: A, with 3 tokens, then the one that waits. A's next two need a prefill of 11 tokens and a decode.
+    assert script.times("dispatch") == [0.0, 0.0, 3.5, 3.5]
+    assert [request.token_times for request in result.requests] == [[1, 2, 3, 4.5, 5.5], [6.5]]
+    assert [request.restarts for request in result.requests] == [1, 1]
+    assert [request.dispatch_s for request in result.requests] == [3.5, 3.5]
+    assert result.alive_s == [3.5, 6.5]
+
+
+@pytest.mark.parametrize(("source", "outcome"), [(0, "source_died"), (1, "destination_died")])
+def test_deadline_ends_migrations(source: int, outcome: str) -> None:
+    script = Script(dispatch=[source, 1], source=[source], destination=[1 - source], scale=[0])
+    # At 2.5 instance 0 drains already, and is no destination; so in the other case it drains at 3.
+    scaling = replace(SCALES, first_s=2.0 + source, drain_deadline_s=1.5 - source)
+    result = run(script, [0.0], [8], [10], [CHUNKED] * 2, rebalancing=MOVES, scaling=scaling)
+    assert [(m.end_s, m.outcome) for m in result.migrations] == [(3.5, outcome)]
+    assert result.requests[0].restarts == 1 - source
+    assert result.alive_s[0] == 3.5
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_failure_and_restart() -> None:
+    script = Script(dispatch=[0, 0, 1, 1])
+    one_seat = replace(CHUNKED, max_num_seqs=1)
+    failures = Failures(at=((3.0, 0),), repair_s=2.0)
+    result = run(script, [0.0, 0.0], [8, 8], [5, 1], [one_seat] * 2, failures=failures)
+    # The iteration that would end at 3 is lost.
+    assert [request.token_times for request in result.requests] == [[1, 2, 4, 5, 6], [7]]
+    assert [request.restarts for request in result.requests] == [1, 1]
+    assert result.iterations == [2, 4]
+    assert result.alive_s == [3.0 + 2.0, 7.0]
+
+
+def test_failure_for_good() -> None:
+    """Its requests have failed, and the turns that they would have released never arrive."""
+    columns = {"parent": [-1, -1, 0], "think_s": [NAN, NAN, 1.0]}
+    failures = Failures(at=((2.5, 0),), repair_s=math.inf, requests="fail")
+    result = run(Script(dispatch=[0, 1]), [0.0, 0.0, NAN], [8] * 3, [5] * 3, [CHUNKED] * 2, columns, failures=failures)
+    assert [request.failed for request in result.requests] == [True, False, False]
+    assert [request.generated for request in result.requests] == [2, 5, 0]
+    assert math.isnan(result.requests[2].arrival_s)
+    assert result.alive_s == [2.5, 5.0]
+
+
+@pytest.mark.parametrize("max_hold_s", [1.0, 100.0])
+def test_nobody_is_ready(max_hold_s: float) -> None:
+    failures = Failures(at=((0.5, 0),), repair_s=2.0)
+    script = Script()
+    result = run(script, [0.0], [8], [2], [CHUNKED], failures=failures, hold_interval_s=0.75, max_hold_s=max_hold_s)
+    if max_hold_s == 1.0:
+        assert result.requests[0].failed
+        assert result.end_s == 1.0
+    else:
+        assert result.requests[0].token_times == [3.75, 4.75]
+    assert script.times("dispatch") == [0.0] if max_hold_s == 1.0 else [0.0, 2.75]
+
+
+def test_failures_of_what_is_not_ready() -> None:
+    # Instance 1 starts from 2 to 3.5 and fails at 3; it fails again at 4, which changes nothing; ready from 5 on, it
+    # is billed. Instance 2 is absent.
+    failures = Failures(at=((3.0, 1), (4.0, 1), (1.0, 2)), repair_s=2.0)
+    scaling = replace(SCALES, ready=1, max_instances=2)
+    other = replace(CHUNKED, a_s=0.5)
+    result = run(Script(scale=[1]), [0.0], [8], [8], [CHUNKED, CHUNKED, other], scaling=scaling, failures=failures)
+    assert result.alive_s == [8.0, 1.0 + 3.0, 0.0]
+
+
+# --- all of it together -----------------------------------------------------------------------------------------------
+
+
+@given(fleets() | fleets_on_grid())
+def test_every_request_ends(drawn: tuple[RequestTable, OracleFleet]) -> None:
+    """Conservation and order in time are asserted inside the oracle."""
+    table, fleet = drawn
+    result = simulate_fleet(table, fleet, KeyedChoice().choose)
+    for request in result.requests:
+        assert all(a < b for a, b in zip(request.token_times, request.token_times[1:], strict=False))
+        parent = table.parent[request.row]
+        lost = (
+            parent >= 0 and not math.isnan(table.think_s[request.row]) and math.isnan(result.requests[parent].finish_s)
+        )
+        if not lost and not request.failed:
+            assert request.generated == len(request.token_times) == table.output_tokens[request.row]
+            assert request.finish_s == request.token_times[-1]
+    assert sum(result.preemptions) == sum(request.preemptions for request in result.requests)
+    moved = sum(m.outcome in ("completed", "moved") for m in result.migrations)
+    assert sum(request.migrations for request in result.requests) == moved
+    assert all(0 <= alive_s <= result.end_s for alive_s in result.alive_s)
