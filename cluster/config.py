@@ -22,8 +22,8 @@ class Telemetry:
     Attributes:
         poll_interval_s: an engine's counters are read at multiples of this.
         poll_delay_s: how long a reading takes to arrive.
-        engine_reported: the engine reports its load at every step without delay, as Llumnix's llumlets do; only for the
-            papers' experiments, no stock engine does.
+        engine_reported: the engine reports its load at the end of every iteration, as Llumnix's llumlets do; only for
+            the papers' experiments, no stock engine does.
     """
 
     poll_interval_s: float = 0.1

@@ -93,7 +93,7 @@ def _check_blocks(s: State, g: int) -> None:
     total = int(inst.free_blocks) + unpinned + pinned + private
     assert inst.free_blocks >= 0, f"instance {g}: {inst.free_blocks} free blocks"
     assert total == engine.kv_blocks, (
-        f"instance {g}: {inst.free_blocks} free + {unpinned} unpinned + {pinned} pinned + {private} private or reserved "
+        f"instance {g}: {inst.free_blocks} free + {unpinned} unpinned + {pinned} pinned + {private} held "
         f"= {total} blocks, expected {engine.kv_blocks}"
     )
 

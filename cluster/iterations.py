@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleetpilot.cluster.kv_cache import decode_demand, take
+from fleetpilot.cluster.kv_cache import available_blocks, decode_demand, take
 from fleetpilot.cluster.memory import batch_at, counts_at, engine_at, instance_at, itl_at, next_at, slot_at
 from fleetpilot.cluster.scheduler import sit_out
 from fleetpilot.cluster.state import DECODE, IDLE, NEVER, NIL
-from fleetpilot.cluster.telemetry import count_gaps, itl_bin, record_polls, step_end_s, steps_before
+from fleetpilot.cluster.telemetry import count_gaps, head_demand_blocks, itl_bin, record_polls, step_end_s, steps_before
 from fleetpilot.fleet.jit import inlined, kernel
 
 
@@ -20,6 +20,10 @@ def account(s: Any, env: Any, inst: Any, engine: Any, steps: int, time_s: float)
     if inst.decodes_in_leap > 0:
         _account_decodes(s, env, inst, engine, steps, time_s)
     inst.steps += steps
+    if env.engine_reported != 0:
+        if steps > 1:
+            inst.scheduled.free_blocks = available_blocks(inst)
+        inst.reported = inst.scheduled
 
 
 @inlined
@@ -67,6 +71,18 @@ def _count_first_gaps(s: Any, inst: Any, end_s: float) -> None:
             slot.sat_out = 0
 
 
+@inlined
+def record_load(s: Any, inst: Any, engine: Any) -> None:
+    """An iteration begins: what the engine will report when it ends."""
+    load = inst.scheduled
+    load.free_blocks = available_blocks(inst)
+    load.waiting_blocks = inst.waiting_blocks
+    load.head_blocks = head_demand_blocks(s, inst, engine)
+    load.waiting = inst.waiting
+    load.in_batch = inst.in_batch
+    load.preempted = inst.preempted_waiting
+
+
 @kernel
 def interrupt(s: Any, env: Any, g: int, time_s: float) -> None:
     """Something happens to instance `g` between two boundaries: bring it up to date, its next boundary is the next.
@@ -85,6 +101,7 @@ def interrupt(s: Any, env: Any, g: int, time_s: float) -> None:
             account(s, env, inst, engine, steps, step_end_s(inst, engine, inst.steps + steps))
             if inst.steps < inst.planned:
                 take(s, inst, decode_demand(s, inst, engine, inst.steps_done, 1))
+                inst.scheduled.free_blocks = available_blocks(inst)
         if inst.steps < inst.planned:
             inst.planned = inst.steps + 1
             next_at(s, g).time_s = step_end_s(inst, engine, inst.planned)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fleetpilot.cluster import heap, lifecycle, migration
-from fleetpilot.cluster.iterations import account
+from fleetpilot.cluster.iterations import account, record_load
 from fleetpilot.cluster.kv_cache import available_blocks, release, steps_that_fit
 from fleetpilot.cluster.memory import (
     batch_at,
@@ -111,6 +111,8 @@ def _start(s: Any, env: Any, g: int, time_s: float) -> None:
         # the blocks of the first step are taken, those of the others must fit
         leap = 1 + steps_that_fit(s, inst, engine, inst.steps_done + 1, most - 1, available_blocks(inst))
     inst.planned = inst.steps + leap
+    if env.engine_reported != 0:
+        record_load(s, inst, engine)
     next_at(s, g).time_s = step_end_s(inst, engine, inst.planned)
 
 
@@ -651,7 +653,7 @@ def _dispatch(s: Any, env: Any, index: int, g: int) -> None:
     enqueue(s, inst, engine, index, False)
     if inst.doing == IDLE:
         next_at(s, g).time_s = time_s
-    elif inst.doing == DECODE and inst.head == index:
+    elif inst.doing == DECODE and (inst.head == index or env.engine_reported != 0):
         boundary_step = steps_before(inst, engine, clock_s(env, g)) + 1
         if boundary_step < inst.planned:
             inst.planned = boundary_step

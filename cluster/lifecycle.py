@@ -148,6 +148,13 @@ def _forget(s: Any, env: Any, g: int, time_s: float) -> None:
     inst.waiting_blocks = 0
     inst.incoming = NIL
     inst.preempted_waiting = 0
+    inst.scheduled.free_blocks = engine.kv_blocks
+    inst.scheduled.waiting_blocks = 0
+    inst.scheduled.head_blocks = 0
+    inst.scheduled.waiting = 0
+    inst.scheduled.in_batch = 0
+    inst.scheduled.preempted = 0
+    inst.reported = inst.scheduled
     inst.uneven = 0
     inst.changed = 1
     inst.doing = IDLE

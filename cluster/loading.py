@@ -220,6 +220,7 @@ def load_fleet(
         instance[name] = NIL
     instance["first_finish_step"] = NEVER
     instance["free_blocks"] = engines["kv_blocks"]
+    instance["reported"]["free_blocks"] = engines["kv_blocks"]
     instance["jitter"] = 1.0
     instance["last_decode_s"] = -1.0
     ready = n if fleet.scaling is None else fleet.scaling.ready

@@ -390,7 +390,7 @@ def join(s: Any, g: int, time_s: float) -> None:
         slot = slot_at(s, index)
         inst.incoming = slot.next
         last_token_s = slot.joined_s
-        join_decodes(s, inst, engine, insert_in_batch(s, inst, engine, index), time_s)
+        join_decodes(s, inst, engine, insert_in_batch(s, inst, engine, index, True), time_s)
         slot.joined_s = last_token_s
         slot.sat_out = 1
         slot.downtime_s += time_s - slot.stopped_s

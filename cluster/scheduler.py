@@ -253,7 +253,7 @@ def _admit(s: Any, inst: Any, engine: Any, budget: int, time_s: float) -> tuple[
         inst.prefix_hits_tokens += matched * size
         if np.isnan(slot.admitted_s):
             slot.admitted_s = time_s
-        insert_in_batch(s, inst, engine, index)
+        insert_in_batch(s, inst, engine, index, False)
         prefill += chunk
         attention += _chunk(s, inst, engine, index, chunk)
         budget -= chunk
@@ -262,13 +262,17 @@ def _admit(s: Any, inst: Any, engine: Any, budget: int, time_s: float) -> tuple[
 
 
 @inlined
-def insert_in_batch(s: Any, inst: Any, engine: Any, index: int) -> int:
-    """Append to the running list; `prefill_first` keeps it in order of (priority, dispatch time, row).
+def insert_in_batch(s: Any, inst: Any, engine: Any, index: int, decodes: bool) -> int:
+    """Append to the running list, one that decodes before a prefill that is not complete.
 
-    Returns the position.
+    `prefill_first` keeps the list in order of (priority, dispatch time, row). Returns the position.
     """
     position = inst.in_batch
-    if engine.mode != MODE_CHUNKED:
+    if engine.mode == MODE_CHUNKED:
+        while decodes and position > 0 and batch_at(s, inst.batch0 + position - 1).finish_step == NEVER:
+            move(s, inst, position - 1, position)
+            position -= 1
+    else:
         slot = slot_at(s, index)
         while position > 0 and earlier(engine, slot, slot_at(s, batch_at(s, inst.batch0 + position - 1).slot)):
             move(s, inst, position - 1, position)

@@ -162,6 +162,18 @@ ENGINE = np.dtype(  # one instance's configuration
     align=True,
 )
 
+LOAD = np.dtype(
+    [
+        ("free_blocks", "i4"),
+        ("waiting_blocks", "i4"),
+        ("head_blocks", "i4"),
+        ("waiting", "i4"),
+        ("in_batch", "i4"),
+        ("preempted", "i4"),
+    ],
+    align=True,
+)
+
 MIGRATION = np.dtype(  # of the source with this index
     [
         ("end_s", "f8"),  # of the stage that is copied, inf while the request stops
@@ -232,6 +244,9 @@ INSTANCE = np.dtype(
         ("incoming", "i4"),  # list of slots that join the batch at the next boundary
         ("reserved_blocks", "i4"),  # for the request that is copied here, or has come and not joined yet
         ("preempted_waiting", "i4"),
+        # what the engine reports of its load (papers' experiments): of the last iteration, and of that in progress
+        ("reported", LOAD),
+        ("scheduled", LOAD),
         ("life", "i4"),  # a STATE of fleet/view.py
         ("due_s", "f8"),  # ready, or drained by force, then
         ("failures", "i4"),

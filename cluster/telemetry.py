@@ -146,14 +146,23 @@ def _see_tokens(s: Any, g: int, inst: Any, engine: Any, view: Any, now_s: float)
 
 
 @inlined
-def _true_load(s: Any, inst: Any, engine: Any, view: Any, now_s: float) -> None:
-    """The five load fields as an engine would report them at every step (papers' experiments only)."""
-    view.free_blocks = engine.kv_blocks - used_blocks(s, inst, engine, now_s)
-    view.queued_demand_blocks = inst.waiting_blocks
-    view.head_demand_blocks = head_demand_blocks(s, inst, engine)
-    view.queued = inst.waiting
-    view.batched = inst.in_batch
-    view.preempted = inst.preempted_waiting
+def _reported_load(s: Any, inst: Any, engine: Any, view: Any, now_s: float) -> None:
+    """The load fields as the engine reported them at the end of its last iteration (papers' experiments only).
+
+    The report is of the moment at which that iteration had been scheduled, as a llumlet's of Llumnix's artifact.
+    """
+    load = inst.reported
+    steps = steps_before(inst, engine, now_s) - inst.steps if inst.doing == DECODE else 0
+    if steps > 0:
+        load = inst.scheduled
+    view.free_blocks = load.free_blocks
+    if steps > 1:
+        view.free_blocks = available_blocks(inst) - decode_demand(s, inst, engine, inst.steps_done + 1, steps - 1)
+    view.queued_demand_blocks = load.waiting_blocks
+    view.head_demand_blocks = load.head_blocks
+    view.queued = load.waiting
+    view.batched = load.in_batch
+    view.preempted = load.preempted
 
 
 @inlined
@@ -188,7 +197,7 @@ def fill_view(s: Any, e: int) -> None:
         if seen_s > next_at(s, g).streamed_until_s:
             _see_tokens(s, g, inst, engine, view, seen_s)
         if env.engine_reported != 0:
-            _true_load(s, inst, engine, view, seen_s)
+            _reported_load(s, inst, engine, view, seen_s)
         if shared:
             view.matched_tokens = prefix_index.match(
                 indexed_array(s, inst.residency0 + env.nodes),

@@ -227,7 +227,13 @@ FLEET_FEATURES: tuple[Feature, ...] = (
         "most over mean requests in flight",
     ),
     Feature(
-        "exact", "0/1", 0, 1, "now", "f.engine_reported", "engines report their load exactly (papers' experiments only)"
+        "exact",
+        "0/1",
+        0,
+        1,
+        "now",
+        "f.engine_reported",
+        "engines report their load (papers' experiments only)",
     ),
 )
 

@@ -76,36 +76,40 @@ INSTANCE_FIELDS: tuple[Field, ...] = (
         "predicted_output_tokens", "f8", "ledger", "tokens", "predicted output of the requests in flight, whole answers"
     ),
     Field(
-        "free_blocks", "f8", "poll", "blocks", "free KV blocks: capacity x (1 - kv_usage); engine-reported mode: exact"
+        "free_blocks",
+        "f8",
+        "poll",
+        "blocks",
+        "free KV blocks: capacity x (1 - kv_usage); engine-reported mode: as reported",
     ),
     Field(
         "queued_demand_blocks",
         "f8",
         "ledger",
         "blocks",
-        "KV demand of queued requests: unstarted_prompt_blocks; engine-reported mode: exact",
+        "KV demand of queued requests: unstarted_prompt_blocks; engine-reported mode: as reported",
     ),
     Field(
         "head_demand_blocks",
         "f8",
         "ledger",
         "blocks",
-        "KV demand of the head of line: head_prompt_blocks; engine-reported mode: exact",
+        "KV demand of the head of line: head_prompt_blocks; engine-reported mode: as reported",
     ),
-    Field("queued", "f8", "ledger", "requests", "queued requests: unstarted; engine-reported mode: exact"),
+    Field("queued", "f8", "ledger", "requests", "queued requests: unstarted; engine-reported mode: as reported"),
     Field(
         "batched",
         "f8",
         "ledger",
         "requests",
-        "requests in the batch: in_flight - unstarted; engine-reported mode: exact",
+        "requests in the batch: in_flight - unstarted; engine-reported mode: as reported",
     ),
     Field(
         "preempted",
         "f8",
         "poll",
         "requests",
-        "preempted requests that wait to be admitted again; only engine-reported mode tells, else 0",
+        "preempted requests that wait to be admitted again; 0 but in engine-reported mode",
     ),
     Field(
         "matched_tokens", "f8", "prefix index", "tokens", "tokens of this request's prompt that the index holds for it"
@@ -138,7 +142,7 @@ FLEET_FIELDS: tuple[Field, ...] = (
         "i8",
         "dispatcher",
         "0/1",
-        "1 where the load fields are exact (papers' experiments only)",
+        "1 where engines report their load fields at every iteration (papers' experiments only)",
     ),
 )
 

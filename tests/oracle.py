@@ -83,7 +83,7 @@ class OracleRequest:
 class OracleBoundary:
     """An instance right after a boundary: `used_blocks` includes the blocks taken for the iteration that starts.
 
-    The last three count since the start of the simulation.
+    Preemptions and prefix tokens count since the start of the simulation; the last three are of the waiting queue.
     """
 
     time_s: float
@@ -93,6 +93,9 @@ class OracleBoundary:
     preemptions: int
     prefix_queries_tokens: int
     prefix_hits_tokens: int
+    waiting_blocks: int = 0
+    head_blocks: int = 0
+    preempted: int = 0
 
 
 @dataclass
@@ -283,6 +286,10 @@ class Engine:
     def used_blocks(self) -> int:
         return self.config.kv_blocks - len(self.memory.free)
 
+    def demand_blocks(self, job: Job) -> int:
+        """Blocks of a waiting request's prefill."""
+        return math.ceil((job.prompt + job.generated) / self.config.block_size)
+
     # --- what the fleet calls ----------------------------------------------------------------------------------------
 
     def submit(self, job: Job, now_s: float) -> None:
@@ -325,6 +332,9 @@ class Engine:
                 self.preemptions,
                 self.prefix_queries_tokens,
                 self.prefix_hits_tokens,
+                sum(self.demand_blocks(job) for job in self.waiting),
+                self.demand_blocks(self.waiting[0]) if self.waiting else 0,
+                sum(not math.isnan(job.lost_at_s) for job in self.waiting),
             )
         )
         self.check()

@@ -496,8 +496,8 @@ class Fleet:
         while True:
             candidates: list[int] = []
             for i, engine in enumerate(self.engines):
-                absent = (e for e in self.engines if e.state == ABSENT and e.config == engine.config)
-                first_absent = next(absent, None)
+                absent = [e for e in self.engines if e.state == ABSENT and e.config == engine.config]
+                first_absent = next((e for e in absent if e.index not in seen), None)
                 started = self.has(STARTING) + self.has(READY) + self.has(DRAINING)
                 if i not in seen and (
                     (engine is first_absent and started < most)

@@ -145,6 +145,16 @@ def test_destination_without_a_seat() -> None:
     assert used(result, 6.0) == [0, 7]  # 3 of A, 8 + 6 tokens of B
 
 
+def test_request_takes_the_seat_of_one_that_preempts_itself() -> None:
+    # Of 7 blocks A holds 3. B, of 10 tokens, is alone in the batch and wants a fifth at 7.5, with token 7: it leaves,
+    # and the scheduler, which has nothing, runs again with A.
+    one_seat = replace(CHUNKED, kv_blocks=7, max_num_seqs=1)
+    result = move_a(b=10, instances=[CHUNKED, one_seat])
+    assert result.requests[0].token_times == [1, 2, 3, 4.25, 8.5, 9.5, 10.5, 11.5, 12.5, 13.5]
+    assert result.requests[1].token_times == [1, 2, 3, 4.25, 5.5, 6.5, 7.5, 14.5]
+    assert result.requests[1].preemptions == 1
+
+
 def test_request_joins_before_one_that_is_partly_prefilled() -> None:
     # B's 60 tokens in chunks of 9; at 5.5 it has had 5: 0, 1, 2, 3, 4.25. A takes 1 of the budget from then on.
     chunks = replace(CHUNKED, max_num_seqs=8, max_num_batched_tokens=9)
@@ -330,6 +340,15 @@ def test_drain_with_migration() -> None:
     result = run(script, [0.0], [8], [10], [CHUNKED] * 2, rebalancing=MOVES, scaling=SCALES)
     assert result.requests[0].finish_s == 11
     assert result.alive_s == [5.0, 11.0]
+
+
+def test_destination_that_drains_is_absent_when_the_migration_ends_at_a_boundary_of_the_source() -> None:
+    # A is done at 4.25, at which it was to stop; the other request runs on.
+    script = Script(scale=[1], source=[0], destination=[1])
+    moves, scaling = replace(MOVES, choice="shortest"), replace(SCALES, first_s=3.0)
+    result = run(script, [0.0, 0.0], [8, 9], [4, 10], [CHUNKED] * 2, rebalancing=moves, scaling=scaling)
+    assert [(m.end_s, m.outcome) for m in result.migrations] == [(4.25, "finished")]
+    assert result.alive_s == [10.25, 4.25]
 
 
 def test_idle_instance_that_drains_is_absent_at_once() -> None:

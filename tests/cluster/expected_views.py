@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 from comparison import fleet_of_oracle
 from numpy.typing import NDArray
-from oracle import Engine, Job, OracleBoundary
+from oracle import Engine, OracleBoundary
 from strategies import Cluster
 
 from fleetpilot.cluster import Telemetry
@@ -111,7 +111,7 @@ class Dispatcher:
         self.fill_poll(view, i, engine, now_s)
         self.fill_ledger(view, i, engine)
         if self.telemetry.engine_reported:
-            self.fill_true_load(view, engine)
+            self.fill_reported_load(view, engine)
         view["matched_tokens"] = self.indices[i].matched_tokens(row)
         view["indexed_tokens"] = self.indices[i].tokens()
 
@@ -162,16 +162,18 @@ class Dispatcher:
         view["queued"] = len(unstarted)
         view["batched"] = len(in_flight) - len(unstarted)
 
-    def fill_true_load(self, view: NDArray[np.void], engine: Engine) -> None:
-        def demand(job: Job) -> int:
-            return math.ceil((job.prompt + job.generated) / engine.config.block_size)
-
-        view["free_blocks"] = engine.config.kv_blocks - engine.used_blocks
-        view["queued_demand_blocks"] = sum(demand(job) for job in engine.waiting)
-        view["head_demand_blocks"] = demand(engine.waiting[0]) if engine.waiting else 0
-        view["queued"] = len(engine.waiting)
-        view["batched"] = len(engine.running)
-        view["preempted"] = sum(not math.isnan(job.lost_at_s) for job in engine.waiting)
+    def fill_reported_load(self, view: NDArray[np.void], engine: Engine) -> None:
+        """As of the scheduling of the last iteration that has ended."""
+        iterations = [boundary for boundary in engine.history if boundary.running > 0]
+        if engine.running:
+            del iterations[-1]
+        last = iterations[-1] if iterations else NOTHING_YET
+        view["free_blocks"] = engine.config.kv_blocks - last.used_blocks
+        view["queued_demand_blocks"] = last.waiting_blocks
+        view["head_demand_blocks"] = last.head_blocks
+        view["queued"] = last.waiting
+        view["batched"] = last.running
+        view["preempted"] = last.preempted
 
 
 def expected_views(cluster: Cluster, telemetry: Telemetry) -> list[FleetView]:

@@ -1,5 +1,6 @@
 """Migration, lifecycle and failures in the kernel against the second model of tests/oracle_fleet.py."""
 
+import numpy as np
 from comparison import assert_bitwise_equal
 from fleet_comparison import FleetCase, assert_same_run, run_kernel_fleet
 from hypothesis import given
@@ -21,7 +22,8 @@ def test_leaps_equal_single_steps_bitwise(case: FleetCase) -> None:
     leaping, asked = run_kernel_fleet(case, leap=True)
     stepping, asked_stepping = run_kernel_fleet(case, leap=False)
     assert asked.questions == asked_stepping.questions
-    assert leaping.migrations.tobytes() == stepping.migrations.tobytes()
+    for name in leaping.migrations.dtype.names:
+        np.testing.assert_array_equal(leaping.migrations[name], stepping.migrations[name], name)
     assert_bitwise_equal(leaping, stepping)
 
 

@@ -124,7 +124,10 @@ def test_apply_poll_writes_the_poll_fields_and_the_load_that_follows() -> None:
     written = {field for field in INSTANCE_VIEW.names or () if record[field] != before[field]}
     polled = {field.name for field in INSTANCE_FIELDS if field.source == "poll"}
     load = {"queued_demand_blocks", "head_demand_blocks", "queued", "batched"}
-    assert written == (polled | load | {"kv_capacity_blocks"}) - {"prefix_hits_tokens", "preempted"}  # recorded as 0, not told
+    assert written == (polled | load | {"kv_capacity_blocks"}) - {
+        "prefix_hits_tokens",
+        "preempted",
+    }
     assert record["poll_age_s"] == 0.125
     assert record["kv_capacity_blocks"] == 256
     assert record["free_blocks"] == 256 - 158
