@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from fleetpilot.cluster.lifecycle import prepare
 from fleetpilot.cluster.memory import handle
 from fleetpilot.cluster.state import Capacity, State, allocate, as_records, copy_state, restore_state
 from fleetpilot.fleet.jit import UNCOMPILED
-from fleetpilot.fleet.view import FleetView
+from fleetpilot.fleet.view import KIND_DISPATCH, FleetView
 
 
 class ClusterBatch:
@@ -43,6 +44,7 @@ class ClusterBatch:
         seed: int,
         stop_s: float,
         engines: NDArray[np.void] | None = None,
+        kinds: Collection[int] = (KIND_DISPATCH,),
     ) -> None:
         """Reset environment `e` to an idle fleet with these requests to come; no event has happened yet.
 
@@ -54,9 +56,10 @@ class ClusterBatch:
             seed: of tie breaks and jitter.
             stop_s: when the run ends.
             engines: `ENGINE` records that replace the profiles' constants.
+            kinds: of decision that are asked for.
         """
         loading.load_fleet(self.state, self.size, e, fleet, engines)
-        loading.load_env(self.state, self.size, e, fleet, seed=seed, leap=True, stop_s=stop_s)
+        loading.load_env(self.state, self.size, e, fleet, seed=seed, leap=True, stop_s=stop_s, kinds=kinds)
         loading.load_rows(self.state, self.size, e, rows, nodes)
         prepare(self.handle, e)
 

@@ -31,7 +31,7 @@ from fleetpilot.cluster.memory import (
     view_instance_at,
 )
 from fleetpilot.cluster.requests import count_unstarted, fail_request, free_slot, log_request
-from fleetpilot.cluster.scheduler import decoding, enqueue, join_decodes, leave_decodes, move, schedule
+from fleetpilot.cluster.scheduler import all_preempted, decoding, enqueue, join_decodes, leave_decodes, move, schedule
 from fleetpilot.cluster.state import (
     CUT,
     DECODE,
@@ -84,7 +84,12 @@ def _start(s: Any, env: Any, g: int, time_s: float) -> None:
     """Form the next iteration at a boundary, and plan how far it leaps."""
     inst = instance_at(s, g)
     engine = engine_at(s, g)
-    prefill, attention = schedule(s, inst, engine, time_s)
+    while True:
+        if inst.incoming != NIL:
+            migration.join(s, g, time_s)
+        prefill, attention = schedule(s, inst, engine, time_s)
+        if not all_preempted(inst, prefill):
+            break
     next_at(s, g).streamed_until_s = -np.inf
     if inst.in_batch == 0:
         inst.doing = IDLE
@@ -147,9 +152,9 @@ def _sample_token(s: Any, env: Any, g: int, slot: Any, time_s: float) -> None:
         loss_s = max(0.0, time_s - slot.preempted_s - slot.preempted_step_s)
         slot.preemption_loss_s += loss_s
         env.preemption_loss_s += loss_s
-        if counts_at(s, 0).itl_bins > 0 and slot.started != 0:
-            itl_at(s, itl_bin(time_s - slot.joined_s)).count += 1
         slot.preempted_s = np.nan
+    if counts_at(s, 0).itl_bins > 0 and slot.started != 0:
+        itl_at(s, itl_bin(time_s - slot.joined_s)).count += 1
     if slot.unstarted != 0:
         view = view_instance_at(s, g)
         ledger.on_first_token(view, slot.prompt_tokens + slot.restart_tokens, slot.indexed_match_tokens)
@@ -242,9 +247,8 @@ def boundary(s: Any, e: int, g: int, time_s: float) -> None:
             _finish_due(s, e, g, time_s)
     if inst.stopping != 0:
         migration.stop(s, env, g, time_s)
+        lifecycle.leave_if_drained(s, env, migration_at(s, g).destination, time_s)
         env.next_event_s = min(env.next_event_s, migration_at(s, g).end_s)
-    if inst.incoming != NIL:
-        migration.join(s, g, time_s)
     _start(s, env, g, time_s)
     if inst.life == STATE_DRAINING:
         lifecycle.leave_if_drained(s, env, g, time_s)
@@ -372,7 +376,27 @@ def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
 
 
 @kernel
-def _ask(s: Any, e: int, kind: int, index: int, held: int, time_s: float) -> int:
+def _ask_for_dispatch(s: Any, e: int, index: int, held: int, time_s: float) -> bool:
+    """Ask where the request goes; where no instance is ready it is held, or fails, and nobody is asked: False."""
+    env = env_at(s, e)
+    if env.ready > 0:
+        _ask(s, e, KIND_DISPATCH, index, held, time_s)
+        return True
+    env.time_s = time_s
+    env.decision_slot = index
+    env.decision_held = held
+    if time_s < slot_at(s, index).due_s + env.max_hold_s:
+        _hold(s, env)
+    else:
+        if held != 0:
+            _unhold(s, env)
+        fail_request(s, env, index, time_s)
+    env.decision_slot = NIL
+    return False
+
+
+@kernel
+def _ask(s: Any, e: int, kind: int, index: int, held: int, time_s: float) -> None:
     env = env_at(s, e)
     env.time_s = time_s
     env.decision_kind = kind
@@ -383,7 +407,6 @@ def _ask(s: Any, e: int, kind: int, index: int, held: int, time_s: float) -> int
         _find_candidates(s, env, kind)
     fill_view(s, e)
     env.asked += 1
-    return NEED_DECISION
 
 
 @kernel
@@ -429,7 +452,10 @@ def advance(s: Any, e: int) -> int:
         if env.returned_head != NIL:
             index = env.returned_head
             env.returned_head = slot_at(s, index).next
-            return _ask(s, e, KIND_DISPATCH, index, 0, env.time_s)
+            slot_at(s, index).restarts += 1
+            if _ask_for_dispatch(s, e, index, 0, env.time_s):
+                return NEED_DECISION
+            continue
         if env.rebalance_open != 0:
             if _ask_for_move(s, e):
                 return NEED_DECISION
@@ -464,9 +490,13 @@ def advance(s: Any, e: int) -> int:
         if arrival_s <= until_s and row != NIL:
             if env.free_slot == NIL and env.used_slots == env.slots:
                 return NEED_SLOTS
-            return _ask(s, e, KIND_DISPATCH, _arrive(s, e, row, arrival_s), 0, arrival_s)
+            if _ask_for_dispatch(s, e, _arrive(s, e, row, arrival_s), 0, arrival_s):
+                return NEED_DECISION
+            continue
         if hold_s <= until_s and env.held > 0:
-            return _ask(s, e, KIND_DISPATCH, env.held_head, 1, hold_s)
+            if _ask_for_dispatch(s, e, env.held_head, 1, hold_s):
+                return NEED_DECISION
+            continue
         if rebalance_s <= until_s and rebalance_s < np.inf:
             env.time_s = rebalance_s
             env.rebalance_tick += 1
@@ -544,11 +574,6 @@ def apply(s: Any, e: int, choice: int) -> None:
             return
         env.forced += 1
         choice = _least_loaded(s, env)
-        if choice == NIL:
-            if env.decision_held != 0:
-                _unhold(s, env)
-            fail_request(s, env, env.decision_slot, env.time_s)
-            return
     if env.decision_held != 0:
         _unhold(s, env)
     env.decisions += 1

@@ -45,6 +45,7 @@ _FAILURE_STREAM = 3_000_000_019
 @inlined
 def _live(env: Any, inst: Any, life: int, due_s: float) -> None:
     """From now on."""
+    env.ready += (1 if life == STATE_READY else 0) - (1 if inst.life == STATE_READY else 0)
     inst.life = life
     inst.due_s = due_s
     env.candidates_kind = NIL
@@ -193,7 +194,7 @@ def _send_back(s: Any, env: Any, index: int) -> None:
     slot.dead_blocks = 0
     slot.preempted_s = np.nan
     slot.sat_out = 0
-    slot.restarts += 1
+    slot.due_s = env.time_s
     slot.next = NIL
     if env.returned_head == NIL:
         env.returned_head = index
@@ -218,7 +219,10 @@ def _clear(s: Any, env: Any, g: int, time_s: float) -> None:
     for position in range(inst.in_batch):
         entry = batch_at(s, inst.batch0 + position)
         if entry.finish_step != NEVER:
-            leave_decodes(s, inst, engine, slot_at(s, entry.slot))
+            slot = slot_at(s, entry.slot)
+            if slot.sat_out == 0:
+                slot.joined_s = max(slot.joined_s, inst.last_decode_s)
+            leave_decodes(s, inst, engine, slot)
         _send_back(s, env, entry.slot)
     if stopped != NIL:
         _send_back(s, env, stopped)
@@ -246,6 +250,7 @@ def _fail(s: Any, env: Any, g: int, time_s: float) -> None:
         while env.restart == 0 and env.returned_head != NIL:
             index = env.returned_head
             env.returned_head = slot_at(s, index).next
+            slot_at(s, index).instance = g
             fail_request(s, env, index, time_s)
 
 

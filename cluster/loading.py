@@ -252,6 +252,7 @@ def load_env(
     env = state.env[e : e + 1]
     env[...] = np.zeros((), env.dtype)
     env["instances"] = len(fleet.profiles)
+    env["ready"] = len(fleet.profiles) if fleet.scaling is None else fleet.scaling.ready
     env["instance0"] = e * size.instances
     env["row0"] = e * size.rows
     env["slot0"] = e * size.slots

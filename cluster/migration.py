@@ -102,7 +102,9 @@ def may_be_source(s: Any, env: Any, g: int) -> bool:
 def may_be_destination(s: Any, env: Any, g: int) -> bool:
     """Whether a DESTINATION decision may choose the instance."""
     inst = instance_at(s, g)
-    return inst.life == STATE_READY and inst.migration == NIL and g != env.source  # type: ignore[no-any-return]
+    here, there = engine_at(s, env.source), engine_at(s, g)
+    same = here.block_size == there.block_size and here.kv_bytes_per_block == there.kv_bytes_per_block
+    return inst.life == STATE_READY and inst.migration == NIL and g != env.source and same  # type: ignore[no-any-return]
 
 
 @inlined
@@ -204,6 +206,8 @@ def _move_waiting(s: Any, env: Any, g: int, destination: int, index: int) -> Non
     other.preempted_waiting += waits_again
     move_in_ledger(s, env, index, destination)
     enqueue(s, other, engine_at(s, destination), index, False)
+    if other.doing == IDLE:
+        next_at(s, destination).time_s = env.time_s
     slot.migrations += 1
 
 

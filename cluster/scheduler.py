@@ -1,7 +1,7 @@
 """The scheduler of one instance: who is in the next iteration (docs/model.md; vLLM's names).
 
-`schedule` is called at every boundary. It leaves the list of slots that prefill in the coming iteration in
-``inst.prefilling`` and returns what the iteration time depends on.
+`schedule` is called at every boundary, again if `all_preempted`. It leaves the list of slots that prefill in the coming
+iteration in ``inst.prefilling`` and returns what the iteration time depends on.
 """
 
 from __future__ import annotations
@@ -303,8 +303,8 @@ def _decodes_fit(s: Any, inst: Any, engine: Any) -> bool:
     return True
 
 
-@inlined
-def _pass(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int, float]:
+@kernel
+def schedule(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int, float]:
     """One try at forming the next iteration. Returns prefill tokens and Q."""
     inst.prefilling = NIL
     inst.preempted = 0
@@ -330,16 +330,10 @@ def _pass(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int, float]:
     return prefill, attention
 
 
-@kernel
-def schedule(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int, float]:
-    """Form the next iteration, again if all that one try scheduled was preempted in it.
-
-    Returns prefill tokens and Q.
-    """
-    while True:
-        prefill, attention = _pass(s, inst, engine, time_s)
-        if prefill > 0 or inst.preempted == 0 or inst.sitting_out > 0:
-            return prefill, attention
+@inlined
+def all_preempted(inst: Any, prefill: int) -> bool:
+    """Whether a try that scheduled `prefill` tokens preempted all that it had scheduled."""
+    return prefill == 0 and inst.preempted != 0 and inst.sitting_out == 0  # type: ignore[no-any-return]
 
 
 @kernel

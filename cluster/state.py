@@ -348,6 +348,7 @@ ENV = np.dtype(
         ("engine_reported", "i8"),
         # migration and lifecycle
         ("next_event_s", "f8"),  # a copy, a start-up or a drain ends, or an instance fails
+        ("ready", "i8"),  # instances that are
         ("stopping", "i8"),  # instances whose request stops at the next boundary
         ("source", "i8"),  # chosen, for the DESTINATION that follows
         ("rebalance_interval_s", "f8"),  # inf: never

@@ -187,6 +187,7 @@ class Fleet:
         ]
         self.records = [OracleRequest(row) for row in range(len(table))]
         self.now_s = 0.0
+        self.due_s: dict[int, float] = {}  # when each request came to the dispatcher, the last time
         self.arrivals = [(float(table.arrival_s[row]), row) for row in range(len(table)) if not self.is_closed(row)]
         self.came_back: list[Job] = []  # at this very time
         self.held: list[Job] = []
@@ -316,6 +317,7 @@ class Fleet:
 
     def dispatch_or_hold(self, job: Job) -> None:
         """Of a request that arrives now, or comes back."""
+        self.due_s[job.row] = self.now_s
         if not self.dispatch(job):
             self.held.append(job)
             if len(self.held) == 1:
@@ -329,13 +331,13 @@ class Fleet:
             self.plan_retry()
 
     def plan_retry(self) -> None:
-        latest_s = self.held[0].record.arrival_s + self.config.max_hold_s
+        latest_s = self.due_s[self.held[0].row] + self.config.max_hold_s
         self.next_retry_s = min(self.now_s + self.config.hold_interval_s, latest_s)
 
     def dispatch(self, job: Job) -> bool:
         """False if the request is to be held."""
         candidates = [i for i, engine in enumerate(self.engines) if engine.state == READY]
-        may_hold = self.now_s < job.record.arrival_s + self.config.max_hold_s
+        may_hold = self.now_s < self.due_s[job.row] + self.config.max_hold_s
         if not candidates and not may_hold:
             self.end_as_failed([job])
             return True
