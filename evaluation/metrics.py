@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.cluster.state import CUT, FAILED, FINISHED, NEVER_ARRIVED, REJECTED
+from fleetpilot.cluster.state import (
+    COMPLETED,
+    CUT,
+    FAILED,
+    FINISHED,
+    MIGRATION_OUTCOMES,
+    NEVER_ARRIVED,
+    REJECTED,
+)
 
 if TYPE_CHECKING:
     from fleetpilot.cluster import RunLog
@@ -309,6 +317,26 @@ def fleet_summary(log: RunLog, requests: NDArray[np.void], window: Window) -> di
     }
 
 
+def migration_summary(log: RunLog) -> dict[str, object]:
+    """The migrations of a whole run: how they ended, what was copied, how long requests stood still."""
+    migrations, requests = log.migrations, log.requests
+    moved = requests[requests["downtime_s"] > 0]
+    return {
+        "outcomes": dict(
+            zip(
+                MIGRATION_OUTCOMES,
+                np.bincount(migrations["outcome"], minlength=len(MIGRATION_OUTCOMES)).tolist(),
+                strict=True,
+            )
+        ),
+        "copied_blocks": int(migrations["blocks"].sum()),
+        "stages": distribution(migrations["stages"][migrations["stages"] > 0].astype(np.float64)),
+        "duration_s": distribution((migrations["end_s"] - migrations["start_s"])[migrations["outcome"] == COMPLETED]),
+        "downtime_s": distribution(moved["downtime_s"] / np.maximum(moved["migrations"], 1)),
+        "restarts": int(requests["restarts"].sum()),
+    }
+
+
 # --- a whole run -------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +357,7 @@ def summary(
         "window": {"start_s": window.start_s, "end_s": window.end_s},
         **result,
         "fleet": fleet_summary(log, requests, window),
+        "migrations": migration_summary(log),
     }
 
 

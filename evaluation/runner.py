@@ -80,8 +80,8 @@ class Cell:
 
     def stem(self, folder: Path, config: dict[str, Any]) -> Path:
         """Where its files lie: readable, and another place for every other configuration."""
-        scenario = re.sub(r"[^a-zA-Z0-9.=_-]+", "-", self.scenario.name)[:80]
-        return folder / f"{scenario}-{self.segment:02d}-{self.policy}-{self.seed}-{config_hash(config)}"
+        scenario, policy = (re.sub(r"[^a-zA-Z0-9.=_-]+", "-", name)[:80] for name in (self.scenario.name, self.policy))
+        return folder / f"{scenario}-{self.segment:02d}-{policy}-{self.seed}-{config_hash(config)}"
 
 
 class Interrupted(Exception):

@@ -321,7 +321,30 @@ def _add_fleet_options(parser: Any) -> None:
     group.add_argument(
         "--engine-reported",
         action="store_true",
-        help="engines report their load exactly at every step, as in the Llumnix paper; stock vLLM does not",
+        help="engines report their load at the end of every step, as in the Llumnix paper; stock vLLM does not",
+    )
+    group.add_argument(
+        "--rebalance-s",
+        metavar="S",
+        type=_seconds(MIN_POLL_INTERVAL_S),
+        help="let running requests move between instances with their KV cache: the policy is asked every S seconds "
+        "(Llumnix: 0.2; policies that only dispatch are never asked)",
+    )
+    group.add_argument(
+        "--ready",
+        metavar="N",
+        type=_whole(1, MAX_INSTANCES),
+        help="let the fleet scale: N of the instances are ready at the start, and every 10 s the policy may start or "
+        "drain one",
+    )
+    group.add_argument(
+        "--start-up-s", metavar="S", type=_seconds(0.0), default=30.0, help="of an instance, with --ready (default 30)"
+    )
+    group.add_argument(
+        "--mtbf-s",
+        metavar="S",
+        type=_seconds(1.0),
+        help="instances fail at random, on average every S seconds each; repaired after 60 s, their requests restart",
     )
 
 
@@ -332,7 +355,7 @@ def _served(
     arguments: argparse.Namespace, workload: str | None, load: float | None
 ) -> tuple[RequestTable, FleetConfig]:
     """What is to be served and by what, as the options say."""
-    from fleetpilot.cluster import FleetConfig, Telemetry
+    from fleetpilot.cluster import Failures, FleetConfig, Rebalancing, Scaling, Telemetry
     from fleetpilot.evaluation.runner import compile_kernels, stderr_line
     from fleetpilot.evaluation.segments import at_load, instances_for_load, superpose
     from fleetpilot.fleet.slo import SLO_CLASSES
@@ -360,6 +383,9 @@ def _served(
         profiles,
         Telemetry(arguments.poll_interval_s, arguments.poll_delay_s, arguments.engine_reported),
         slo_classes=tuple(SLO_CLASSES[_known("SLO class", name, SLO_CLASSES)] for name in arguments.slo),
+        rebalancing=None if arguments.rebalance_s is None else Rebalancing(arguments.rebalance_s),
+        scaling=None if arguments.ready is None else Scaling(ready=arguments.ready, start_up_s=arguments.start_up_s),
+        failures=None if arguments.mtbf_s is None else Failures(mtbf_s=arguments.mtbf_s),
     )
     return (at_load(table, fleet, load) if load else table), fleet
 
@@ -433,9 +459,11 @@ def _mixed(arguments: argparse.Namespace) -> tuple[HardwareProfile, ...]:
 
 
 def _policy(name: str) -> str:
-    from fleetpilot.baselines import BASELINES
+    from fleetpilot.baselines import BASELINES, load_policy
 
-    return _known("policy", name, BASELINES)
+    _known("policy", name.partition("?")[0], BASELINES)
+    load_policy(name)
+    return name
 
 
 # --- simulate ----------------------------------------------------------------------------------------------------
