@@ -5,12 +5,13 @@ Source: Llumnix, OSDI 2024, as its artifact has it: `need_migrate_prefill_v2` an
     the corridor of scaling [10, 60].
 Reads: fleet.kind, instance.state, instance.migrating, instance.kv_capacity_blocks, instance.block_size,
     instance.free_blocks, instance.queued_demand_blocks, instance.queued, instance.batched, instance.preempted,
-    instance.urgent, request.priority
+    instance.in_flight, instance.urgent, request.priority
 Notes: For a migration freeness is over running requests and one more for a queue, and an instance with an urgent
-    request counts as one of 1,600 tokens. A source is below the threshold, has preempted requests, or drains; a
-    destination is above it and has none. A pair that has begun is asked for no more, so asking again pairs index by
-    index; the artifact leaves out a pair with an end that is busy, here the next in order takes its place. With stock
-    telemetry `preempted` is 0. Scaling is that of `infaas++`, with the queue in its second condition too.
+    request counts as one of 1,600 tokens. A source is below the threshold or has preempted requests, and holds a
+    request that is not urgent, or it drains; a destination is above it and has none preempted. A pair that has begun is
+    asked for no more, so asking again pairs index by index; the artifact leaves out a pair with an end that is busy,
+    here the next in order takes its place. With stock telemetry `preempted` is 0. Scaling is that of `infaas++`, with
+    the queue in its second condition too.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ def could_take_a_request(instance: Any, threshold: float, headroom: bool) -> boo
 
 
 @kernel
+def has_a_request_to_move(instance: Any, headroom: bool) -> bool:
+    """Whether it drains, or has a request that is not urgent; both counts are the ledger's, so of one time."""
+    return bool(not headroom or instance.state == STATE_DRAINING or instance.in_flight > instance.urgent)
+
+
+@kernel
 def source(instances: Any, threshold: float, headroom: bool) -> int:
     """The candidate of the least freeness that is a source, if there is a destination too."""
     best, least, destinations = NONE, np.inf, 0
@@ -52,7 +59,7 @@ def source(instances: Any, threshold: float, headroom: bool) -> int:
         instance = instances[slot]
         if instance.state == STATE_READY and instance.migrating == 0:
             destinations += 1 if could_take_a_request(instance, threshold, headroom) else 0
-        if instance.candidate != 0:
+        if instance.candidate != 0 and has_a_request_to_move(instance, headroom):
             freeness = -np.inf if instance.state == STATE_DRAINING else migration_freeness(instance, headroom)
             if (instance.preempted > 0 or freeness < threshold) and (best == NONE or freeness < least):
                 best, least = slot, freeness

@@ -212,10 +212,12 @@ def _clear(s: Any, env: Any, g: int, time_s: float) -> None:
     source = inst.migration
     if source != NIL:
         migration = migration_at(s, source)
-        interrupt(s, env, source if source != g else migration.destination, time_s)
+        other = source if source != g else migration.destination
+        interrupt(s, env, other, time_s)
         if source == g and migration.phase == HANDING_OVER:
             stopped = migration.slot
         moves.abort(s, env, source, SOURCE_DIED if source == g else DESTINATION_DIED, time_s)
+        leave_if_drained(s, env, other, time_s)
     for position in range(inst.in_batch):
         entry = batch_at(s, inst.batch0 + position)
         if entry.finish_step != NEVER:

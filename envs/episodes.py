@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.cluster import FleetConfig, Telemetry
+from fleetpilot.cluster.config import Failures, Rebalancing, Scaling
 from fleetpilot.cluster.loading import check_fits, engine_record, node_records, row_records
 from fleetpilot.cluster.state import Capacity
 from fleetpilot.envs.capacity import capacity_rps
@@ -31,7 +32,10 @@ from fleetpilot.fleet.profiles import HardwareProfile, load_profile
 
 _LEAST_POLL_INTERVAL_S = 0.05
 _MOST_POLL_DELAY_S = 1.0
-_SIZES = ("fleet_size", "warmup_requests", "scored_requests")
+CHANGES = ("profile", "reward", "max_hold_s", "rebalancing", "scaling")
+"""Attributes that `Scenario.with_changes` takes beside parameters."""
+
+_SIZES = ("fleet_size", "warmup_requests", "scored_requests", "losses")
 """Parameters that memory is set aside for: no more than the scenario's range may be asked of a reset."""
 
 FLEET_PARAMETERS: Mapping[str, Parameter] = {
@@ -49,8 +53,27 @@ FLEET_PARAMETERS: Mapping[str, Parameter] = {
 }
 """What every scenario's episodes have; `RequestSource.parameters` come on top."""
 
+LIFE_PARAMETERS: Mapping[str, tuple[Parameter, Range]] = {
+    "ready_share": (
+        Parameter("share", 0.0, 1.0, "instances that are ready at the start, one at least; if it scales"),
+        1.0,
+    ),
+    "start_up_s": (
+        Parameter("s", 0.0, 3600.0, "from the decision to start an instance until it is ready"),
+        (10.0, 40.0),
+    ),
+    "failures_per_hour": (Parameter("1/h", 0.0, 3600.0, "failures of each instance"), 0.0),
+    "losses": (
+        Parameter("instances", 0, 64, "of the instances, so many fail at random times of the scored part", whole=True),
+        0.0,
+    ),
+    "repair_s": (Parameter("s", 0.001, 1e6, "until a failed instance is ready again"), 60.0),
+}
+"""What becomes of instances, with the default range of each: drawn apart, after all others."""
+
 MAX_HOLD = Parameter("s", 0.0, 1e6, "time that a request may be held at the dispatcher")
 
+_LIFE = 1  # key of the draws of `LIFE_PARAMETERS`
 _SHORTEST, _LONGEST = 0.25, 2.0  # scored part of an episode, over the mean
 _COEFFICIENTS = ("a_s", "w_s", "b_s", "w_e_s", "c_s", "d_s", "e_s", "host_step_s", "host_per_seq_s")
 
@@ -90,10 +113,13 @@ class Scenario:
         capacity_factor: what the formula of the capacity must be multiplied by to be right for these requests.
         priority_order: engines serve by priority.
         max_hold_s: a request may be held at the dispatcher for so long.
-        warm_up: compiled policy of `fleetpilot.baselines` that dispatches before the first observation.
-        ranges: of `FLEET_PARAMETERS` and `requests.parameters`, where they differ from the defaults; `fleet_size` is
-        the
-            number of slots of the environment unless given.
+        warm_up: compiled policy of `fleetpilot.baselines` that decides before the first observation; kinds of decision
+            that it does not know are answered with none.
+        rebalancing: how requests move where someone decides that; None: they never do.
+        scaling: how instances are started and drained where someone decides that, but for `ready` and `start_up_s`,
+            which are parameters of the episode; None: they never are.
+        ranges: of `FLEET_PARAMETERS`, `requests.parameters` and `LIFE_PARAMETERS`, where they differ from the
+            defaults; `fleet_size` is the number of slots of the environment unless given.
         reward: weights of the reward's components.
     """
 
@@ -105,12 +131,16 @@ class Scenario:
     priority_order: bool = False
     max_hold_s: float = 2.0
     warm_up: str = "join-shortest-queue"
+    rebalancing: Rebalancing | None = field(default_factory=Rebalancing)
+    scaling: Scaling | None = field(default_factory=Scaling)
     ranges: Mapping[str, Range] = field(default_factory=dict)
     reward: RewardWeights = field(default_factory=RewardWeights)
 
     def __post_init__(self) -> None:
         checked_type("profile", self.profile, (str, HardwareProfile), "a HardwareProfile, or the name or file of one")
         checked_type("reward", self.reward, RewardWeights, "RewardWeights")
+        checked_type("rebalancing", self.rebalancing, (Rebalancing, type(None)), "a Rebalancing, or None")
+        checked_type("scaling", self.scaling, (Scaling, type(None)), "a Scaling, or None")
         MAX_HOLD.checked("max_hold_s", self.max_hold_s)
         checked_names(self.ranges, self.parameters, f"parameter of scenario {self.name!r}")
         for name, value in self.ranges.items():
@@ -126,7 +156,8 @@ class Scenario:
     def parameters(self) -> dict[str, Parameter]:
         """All numbers that its episodes have."""
         own = {name: parameter for name, (parameter, _) in self.requests.parameters.items()}
-        return {**FLEET_PARAMETERS, **own}
+        life = {name: parameter for name, (parameter, _) in LIFE_PARAMETERS.items()}
+        return {**FLEET_PARAMETERS, **own, **life}
 
     def limits(self, slots: int) -> dict[str, tuple[float, float]]:
         """The range of each parameter in an environment with so many slots for instances."""
@@ -140,21 +171,21 @@ class Scenario:
             "scored_requests": 1000,
         }
         own = {name: default for name, (_, default) in self.requests.parameters.items()}
-        given = {**defaults, **own, **self.ranges}
+        life = {name: default for name, (_, default) in LIFE_PARAMETERS.items()}
+        given = {**defaults, **own, **life, **self.ranges}
         limits = {name: parameter.checked_range(name, given[name]) for name, parameter in self.parameters.items()}
         if limits["fleet_size"][1] > slots:
             raise ValueError(f"fleet_size = {given['fleet_size']!r}: expected at most instances = {slots}")
         return limits
 
     def with_changes(self, **changes: Any) -> Scenario:
-        """Another scenario: parameters by number or range, and `profile`, `reward` and `max_hold_s`.
+        """Another scenario: parameters by number or range, and those of `CHANGES`.
 
         Raises:
             ValueError: naming what is not known or not possible.
         """
-        own = {name: changes.pop(name) for name in ("profile", "reward", "max_hold_s") if name in changes}
-        known = (*self.parameters, "profile", "reward", "max_hold_s")
-        checked_names(changes, known, f"parameter of scenario {self.name!r}")
+        own = {name: changes.pop(name) for name in CHANGES if name in changes}
+        checked_names(changes, (*self.parameters, *CHANGES), f"parameter of scenario {self.name!r}")
         ranges = {name: self.parameters[name].checked_range(name, value) for name, value in changes.items()}
         return replace(self, **own, ranges={**self.ranges, **ranges})  # type: ignore[arg-type]
 
@@ -176,6 +207,7 @@ class Scenario:
             closed_rows=rows if self.requests.closed_loop() else 0,
             classes=len(self.requests.slo_classes),
             track_targets=True,
+            failures=int(limits["losses"]),
         )
 
     def draw(
@@ -188,13 +220,16 @@ class Scenario:
             limits: of the parameters (`limits`).
             pinned: parameters that are not drawn (`pins`).
         """
-        shares = rng.random(len(limits))
+        drawn = [name for name in limits if name not in LIFE_PARAMETERS]
+        shares = rng.random(len(drawn))
         length = _SHORTEST + min((1.0 - _SHORTEST) * rng.standard_exponential(), _LONGEST - _SHORTEST)
         errors = rng.uniform(-1.0, 1.0, len(_COEFFICIENTS))
         seed, requests_seed = rng.integers(2**63, size=2).tolist()
+        life = np.random.default_rng((seed, _LIFE))  # apart, so that episodes of old are what they were
+        names = (*drawn, *LIFE_PARAMETERS)
         values = {
-            name: self.parameters[name].at(share, *limit)
-            for share, (name, limit) in zip(shares.tolist(), limits.items(), strict=True)
+            name: self.parameters[name].at(share, *limits[name])
+            for name, share in zip(names, (*shares.tolist(), *life.random(len(LIFE_PARAMETERS)).tolist()), strict=True)
         }
         values.update(pinned)
         instances = int(values["fleet_size"])
@@ -216,15 +251,28 @@ class Scenario:
         check_fits(table, fleet)
         rows = row_records(table)
         rows["arrival_s"] /= rate_rps
+        warmup_s = _warmup_s(rows["arrival_s"], int(warmup))
         return Episode(
             parameters={**values, "rate_rps": rate_rps},
-            fleet=fleet,
+            fleet=replace(
+                fleet,
+                rebalancing=self.rebalancing,
+                scaling=self._scaling(values, instances),
+                failures=_failures(values, instances, (warmup_s, float(np.nanmax(rows["arrival_s"]))), life),
+            ),
             engines=np.repeat(engine, instances),
             rows=rows,
             nodes=node_records(table),
             seed=seed,
-            warmup_s=_warmup_s(rows["arrival_s"], int(warmup)),
+            warmup_s=warmup_s,
         )
+
+    def _scaling(self, values: Mapping[str, float], instances: int) -> Scaling | None:
+        if self.scaling is None:
+            return None
+        least = min(self.scaling.min_instances, instances)
+        ready = max(round(values["ready_share"] * instances), least)
+        return replace(self.scaling, ready=ready, min_instances=least, start_up_s=values["start_up_s"])
 
     def pins(self, options: Mapping[str, object], limits: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         """The parameters that options of a reset pin.
@@ -240,6 +288,22 @@ class Scenario:
                     f"{name} = {pinned[name]:g}: expected at most {limits[name][1]:g}, which it was made for"
                 )
         return pinned
+
+
+def _failures(
+    values: Mapping[str, float], instances: int, scored_s: tuple[float, float], rng: np.random.Generator
+) -> Failures | None:
+    """Losses at random times of the scored part, of one instance each."""
+    lost = rng.permutation(instances)[: int(values["losses"])].tolist()
+    times_s = rng.uniform(*scored_s, len(lost)).tolist()
+    per_s = values["failures_per_hour"] / 3600.0
+    if not lost and per_s == 0.0:
+        return None
+    return Failures(
+        at=tuple(zip(times_s, lost, strict=True)),
+        mtbf_s=1.0 / per_s if per_s > 0.0 else math.inf,
+        repair_s=values["repair_s"],
+    )
 
 
 def _warmup_s(arrival_s: NDArray[np.float64], requests: int) -> float:

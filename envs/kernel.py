@@ -5,18 +5,20 @@ A row is one environment. Rows do not touch each other, so any split of them ove
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.cluster import kernel as cluster
-from fleetpilot.cluster.memory import engine_at, env_at, instance_at
+from fleetpilot.cluster.memory import engine_at, env_at, instance_at, view_fleet_at, view_instance_at
 from fleetpilot.cluster.state import ENDED, NEED_DECISION, NIL
 from fleetpilot.cluster.telemetry import step_end_s
-from fleetpilot.envs.rewards import COMPONENTS, write_components
+from fleetpilot.envs.rewards import BILLED_S, COMPONENTS, COSTS, MIGRATIONS, billed_s, write_components
 from fleetpilot.fleet.features import feature_arrays, write_features
 from fleetpilot.fleet.jit import inlined, kernel
+from fleetpilot.fleet.view import STATE_READY
 
 EPISODE = np.dtype(
     [
@@ -25,8 +27,9 @@ EPISODE = np.dtype(
         ("steps", "i8"),
         ("at_risk", "i8"),  # requests in the system at the first observation that had not missed a target
         ("total_reward", "f8"),
-        ("start", "f8", (cluster.COSTS,)),  # costs at the first observation
-        ("costs", "f8", (cluster.COSTS,)),  # costs at the last one
+        ("moved", "i8"),  # migrations completed before the first observation
+        ("start", "f8", (COSTS,)),  # costs at the first observation
+        ("costs", "f8", (COSTS,)),  # costs at the last one
     ],
     align=True,
 )
@@ -44,6 +47,8 @@ METRICS = (
     "preemption_loss_s",
     "generated_tokens",
     "invalid_actions",
+    "migrations",
+    "instance_s",
 )
 """What is known of an episode at its end, in the order in which `_write_metrics` writes it."""
 
@@ -64,10 +69,10 @@ class Outputs(NamedTuple):
     components: NDArray[np.float64]  # (E, components)
 
 
-def outputs(environments: int, instances: int) -> Outputs:
-    """Room for one step."""
+def outputs(environments: int, instances: int, kinds: Collection[int]) -> Outputs:
+    """Room for one step of an agent that answers these kinds of decision."""
     return Outputs(
-        *feature_arrays(environments, instances),
+        *feature_arrays(environments, instances, kinds),
         np.empty(environments),
         np.empty(environments, np.bool_),
         np.empty(environments, np.bool_),
@@ -77,12 +82,54 @@ def outputs(environments: int, instances: int) -> Outputs:
     )
 
 
+@inlined
+def _is_of(kinds: int, kind: int) -> bool:
+    return (kinds >> kind) & 1 != 0
+
+
+@inlined
+def _has_choice(s: Any, e: int) -> bool:
+    """Whether any answer to the pending decision is legal; none is where all instances are gone."""
+    if view_fleet_at(s, e).may_hold != 0:
+        return True
+    env = env_at(s, e)
+    candidates = 0
+    for g in range(env.instance0, env.instance0 + env.instances):
+        candidates += view_instance_at(s, g).candidate
+    return candidates > 0  # type: ignore[no-any-return]
+
+
+@inlined
+def _is_for(s: Any, e: int, kinds: int) -> bool:
+    """Whether the pending decision is of these kinds, and leaves a choice."""
+    return _is_of(kinds, env_at(s, e).decision_kind) and _has_choice(s, e)
+
+
+@kernel
+def _answer_others(s: Any, e: int, kinds: int, others: Any, instances: Any, request: Any, fleet: Any) -> int:
+    """Answer decisions until one is for the agent; returns what `advance` did last."""
+    env = env_at(s, e)
+    invalid = env.invalid
+    status = NEED_DECISION
+    while status == NEED_DECISION and not _is_for(s, e, kinds):
+        choice = NIL
+        if not _is_of(kinds, env.decision_kind):
+            choice = others(instances[e], request[e : e + 1], fleet[e : e + 1])
+        cluster.apply(s, e, choice)
+        status = cluster.advance(s, e)
+    env.invalid = invalid  # the agent's
+    return status
+
+
 @kernel
 def begin_rows(
     s: Any,
     rows: Any,
     episodes: Any,
+    kinds: int,
     warm_up: Any,
+    warm_up_kinds: int,
+    others: Any,
     instances: Any,
     request: Any,
     fleet: Any,
@@ -93,32 +140,49 @@ def begin_rows(
     out_kind: Any,
     out_mask: Any,
 ) -> int:
-    """Run freshly loaded rows, these of all, to their first decision after the warm-up.
+    """Run freshly loaded rows, these of all, to the first decision after the warm-up that is the agent's.
 
     `s` is the handle of the clusters, `instances`, `request` and `fleet` are their live view, `scratch` is for
-    `write_features`. The compiled policy `warm_up` decides until then. The first observations are written to the
-    `Outputs` at these rows.
+    `write_features`. The compiled policy `warm_up` decides in the warm-up, as far as it answers the kind of decision
+    (`warm_up_kinds`, a bit for each), `others` decides after it what is not of the agent's `kinds`. The first
+    observations are written to the `Outputs` at these rows.
 
     Returns:
-        0; -1 - row where a row's requests are over before that.
+        Number of rows whose requests are over before that: their `steps` are -1.
     """
+    over = 0
     for e in rows:
         episode = episodes[e]
+        env = env_at(s, e)
         status = cluster.advance(s, e)
-        while status == NEED_DECISION and env_at(s, e).time_s < episode.warmup_s:
-            cluster.apply(s, e, warm_up(instances[e], request[e : e + 1], fleet[e : e + 1]))
+        while status == NEED_DECISION:
+            choice = NIL
+            if env.time_s < episode.warmup_s:
+                if _is_of(warm_up_kinds, env.decision_kind):
+                    choice = warm_up(instances[e], request[e : e + 1], fleet[e : e + 1])
+            elif not _is_of(kinds, env.decision_kind):
+                choice = others(instances[e], request[e : e + 1], fleet[e : e + 1])
+            elif _has_choice(s, e):
+                break
+            cluster.apply(s, e, choice)
             status = cluster.advance(s, e)
         if status != NEED_DECISION:
-            return -1 - e
+            episode.steps = -1
+            over += 1
+            continue
+        env.invalid = 0
         cluster.costs(s, e, episode.start)
+        episode.start[BILLED_S] = billed_s(s, e, env.time_s)
+        episode.start[MIGRATIONS] = env.migrations_ended
         episode.costs[:] = episode.start
+        episode.moved = env.migrations_completed
         episode.at_risk = cluster.unmissed(s, e)
         episode.steps = 0
         episode.total_reward = 0.0
         write_features(
             instances, request, fleet, e, e + 1, out_instances, out_request, out_fleet, out_kind, out_mask, scratch
         )
-    return 0
+    return over
 
 
 @kernel
@@ -129,6 +193,8 @@ def _end_s(s: Any, e: int) -> float:
     for g in range(env.instance0, env.instance0 + env.instances):
         inst = instance_at(s, g)
         end_s = max(end_s, step_end_s(inst, engine_at(s, g), inst.steps))
+        if inst.life != STATE_READY:  # it has forgotten its last step
+            end_s = max(end_s, inst.last_decode_s)
     return end_s
 
 
@@ -148,6 +214,8 @@ def _write_metrics(s: Any, e: int, episode: Any, metrics: Any) -> None:
     metrics[8] = episode.costs[2] - episode.start[2]
     metrics[9] = episode.costs[4] - episode.start[4]
     metrics[10] = env_at(s, e).invalid
+    metrics[11] = env_at(s, e).migrations_completed - episode.moved
+    metrics[12] = episode.costs[BILLED_S] - episode.start[BILLED_S]
 
 
 @kernel
@@ -160,6 +228,8 @@ def step_rows(
     episodes: Any,
     metrics: Any,
     weights: Any,
+    kinds: int,
+    others: Any,
     instances: Any,
     request: Any,
     fleet: Any,
@@ -181,35 +251,44 @@ def step_rows(
     `handles` holds the handle of the clusters (a record alone takes Numba a microsecond to recognise), `instances`,
     `request` and `fleet` are their live view, `scratch` is this thread's for `write_features`; all arguments after it
     are `Outputs`. `metrics`, (E, METRICS), is written in rows whose episode ends. An action is an instance's slot, or N
-    for none; anything else is illegal.
+    for none; anything else is illegal. The agent answers the decisions of `kinds`, a bit for each, the compiled policy
+    `others` the rest.
 
     Returns:
         Number of rows whose episode ended; -1 - row where a row got into a state that no decision ends.
     """
     s = handles[0]
     ended = 0
-    now = np.empty(cluster.COSTS)
+    now = np.empty(COSTS)
     none = instances.shape[1]
     for e in range(first, last):
         if skip[e]:
             continue
         episode = episodes[e]
+        env = env_at(s, e)
         action = actions[e]
-        cluster.apply(s, e, NIL if action == none else (action if 0 <= action < none else none))
+        choice = NIL if action == none else (action if 0 <= action < none else none)
+        cluster.apply(s, e, choice)
         status = cluster.advance(s, e)
+        if status == NEED_DECISION and not _is_for(s, e, kinds):
+            status = _answer_others(s, e, kinds, others, instances, request, fleet)
         if status != NEED_DECISION and status != ENDED:
             return -1 - e
-        cluster.costs(s, e, now)
-        if status == ENDED:
-            now[6] = _end_s(s, e)
-        rewards[e] = write_components(episode.costs, now, env_at(s, e).instances, weights, components[e])
-        dt_s[e] = now[6] - episode.costs[6]
-        invalid_actions[e] = env_at(s, e).invalid
-        episode.costs[:] = now
-        episode.total_reward += rewards[e]
         episode.steps += 1
         terminated[e] = status == ENDED
         truncated[e] = episode.steps >= episode.max_steps and status != ENDED
+        cluster.costs(s, e, now)
+        if status == ENDED:
+            now[6] = _end_s(s, e)
+        now[MIGRATIONS] = env.migrations_ended
+        now[BILLED_S] = episode.costs[BILLED_S]
+        if weights[3] > 0.0 or terminated[e] or truncated[e]:
+            now[BILLED_S] = billed_s(s, e, now[6])
+        rewards[e] = write_components(episode.costs, now, weights, components[e])
+        dt_s[e] = now[6] - episode.costs[6]
+        invalid_actions[e] = env.invalid
+        episode.costs[:] = now
+        episode.total_reward += rewards[e]
         if terminated[e] or truncated[e]:
             _write_metrics(s, e, episode, metrics[e])
             ended += 1

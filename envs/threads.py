@@ -59,6 +59,7 @@ class Stepper:
         episodes: (E,) `EPISODE`.
         metrics: (E, METRICS), written in rows whose episode ends.
         weights: of the reward's components.
+        deciders: of `step_rows`: the kinds of decision that are the agent's, and the policy that answers the others.
         threads: this one included; no more than rows are used.
     """
 
@@ -68,13 +69,16 @@ class Stepper:
         episodes: NDArray[np.void],
         metrics: NDArray[np.float64],
         weights: NDArray[np.float64],
+        deciders: tuple[int, Any],
         threads: int,
     ):
         rows = len(episodes)
         threads = min(threads, rows)
         lead = min(_LEAD_ROWS, rows // 4) if threads > 1 else 0
         edges = [0, *(lead + (rows - lead) * part // threads for part in range(1, threads + 1))]
-        parts = [_Part(edges[k], edges[k + 1], cluster, (episodes, metrics, weights)) for k in range(threads)]
+        parts = [
+            _Part(edges[k], edges[k + 1], cluster, (episodes, metrics, weights, *deciders)) for k in range(threads)
+        ]
         self._own = parts[0]
         self._workers = [_Worker(part) for part in parts[1:]]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
@@ -25,17 +25,10 @@ from fleetpilot.envs.rendering import RENDER_MODES, render_row
 from fleetpilot.envs.rewards import COMPONENTS
 from fleetpilot.envs.scenarios import load_scenario
 from fleetpilot.envs.threads import Stepper
-from fleetpilot.fleet.features import (
-    FLEET_FEATURES,
-    INSTANCE_FEATURES,
-    KINDS,
-    REQUEST_FEATURES,
-    Feature,
-    feature_arrays,
-    feature_scratch,
-    features,
-)
+from fleetpilot.fleet.features import KINDS, Feature, feature_arrays, feature_scratch, features, features_for
 from fleetpilot.fleet.jit import UNCOMPILED
+from fleetpilot.fleet.policy import CompiledPolicy
+from fleetpilot.fleet.view import KIND_DESTINATION, KIND_DISPATCH, KIND_SCALE, KIND_SOURCE
 
 Observations = dict[str, NDArray[np.float32]]
 Infos = dict[str, Any]
@@ -43,15 +36,21 @@ Infos = dict[str, Any]
 
 _MOST_ENVS, _MOST_THREADS = 65_536, 1024
 _MOST_STEPS = int(np.iinfo(np.int64).max)
+_TRIES = 100
+_DECIDED = (KIND_DISPATCH, KIND_SOURCE, KIND_DESTINATION, KIND_SCALE)
 
 
-def observation_space(instances: int) -> Dict:
-    """Of one environment with so many slots for instances; docs/features.md names what the numbers are."""
+def observation_space(instances: int, kinds: Collection[int] = (KIND_DISPATCH,)) -> Dict:
+    """Of one environment with so many slots for instances, for an agent that answers these kinds of decision.
+
+    docs/features.md names what the numbers are.
+    """
+    tables = features_for(kinds)
     return Dict(
         {
-            "instances": _box(INSTANCE_FEATURES, instances),
-            "request": _box(REQUEST_FEATURES),
-            "fleet": _box(FLEET_FEATURES),
+            "instances": _box(tables["instances"], instances),
+            "request": _box(tables["request"]),
+            "fleet": _box(tables["fleet"]),
             "kind": Box(0.0, 1.0, (len(KINDS),), np.float32),
             "action_mask": Box(0.0, 1.0, (instances + 1,), np.float32),
         }
@@ -63,6 +62,53 @@ def _box(table: tuple[Feature, ...], *shape: int) -> Box:
     return Box(
         np.broadcast_to(low, (*shape, len(table))), np.broadcast_to(high, (*shape, len(table))), dtype=np.float32
     )
+
+
+def _kinds(names: object) -> tuple[int, ...]:
+    """Kinds of decision by their names.
+
+    Raises:
+        TypeError: it is no sequence.
+        ValueError: a name is not known, or there is none.
+    """
+    known = [KINDS[kind] for kind in _DECIDED]
+    expected = f"some of {', '.join(known)}"
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise TypeError(f"kinds = {names!r}: expected a list of {expected}")
+    if not names or any(name not in known for name in names):
+        raise ValueError(f"kinds = {names!r}: expected {expected}")
+    return tuple(kind for kind in _DECIDED if KINDS[kind] in names)
+
+
+def _baseline(argument: str, name: str) -> CompiledPolicy:
+    """A baseline that can be called from the kernel.
+
+    Raises:
+        ValueError: it is not known, or has state.
+    """
+    policy = load_policy(name)
+    if not isinstance(policy, CompiledPolicy):
+        raise ValueError(f"{argument} = {name!r}: expected a compiled policy, without state of its own")
+    return policy
+
+
+def _deciders(kinds: tuple[int, ...], others: CompiledPolicy | None) -> set[int]:
+    """The kinds of decision that someone answers: the agent those of `kinds`, `others` what it can of the rest.
+
+    Raises:
+        ValueError: nobody dispatches, or sources have no destinations.
+    """
+    answered = {*kinds, *(others.kinds if others else ())}
+    said = f"kinds = {[KINDS[kind] for kind in kinds]}, others = {others.name if others else None!r}"
+    if KIND_DISPATCH not in answered:
+        raise ValueError(f"{said}: expected one of them to answer dispatch")
+    if (KIND_SOURCE in answered) != (KIND_DESTINATION in answered):
+        raise ValueError(f"{said}: expected them to answer source and destination, or neither")
+    return answered
+
+
+def _bits(kinds: Collection[int]) -> int:
+    return sum(1 << kind for kind in set(kinds))
 
 
 @dataclass(frozen=True)
@@ -93,8 +139,11 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         scenario: name of a scenario (`fleetpilot.envs.scenarios`), or a `Scenario`.
         instances: slots for instances, the N of the spaces, at most 4,096; a fleet may be smaller (`fleet_size`).
         threads: that step the rows.
-        **changes: of the scenario: parameters as a number or a range, `profile`, `reward`, `max_hold_s`
-        (`Scenario.with_changes`).
+        kinds: of decision that the agent answers: some of ``dispatch``, ``source``, ``destination``, ``scale``.
+        others: a baseline without state (`fleetpilot.baselines`) that answers what it can of the other kinds. What
+            nobody answers is not asked.
+        **changes: of the scenario: parameters as a number or a range, `profile`, `reward`, `max_hold_s`,
+            `rebalancing`, `scaling` (`Scenario.with_changes`).
     """
 
     metadata: dict[str, Any] = {"render_modes": RENDER_MODES, "render_fps": 10}  # noqa: RUF012
@@ -109,6 +158,8 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         scenario: str | Scenario = "steady",
         instances: int = 16,
         threads: int = 1,
+        kinds: Sequence[str] = ("dispatch",),
+        others: str | None = None,
         **changes: Any,
     ):
         num_envs = checked_count("num_envs", num_envs, _MOST_ENVS)
@@ -116,6 +167,10 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         threads = checked_count("threads", threads, _MOST_THREADS)
         if max_episode_steps is not None:
             max_episode_steps = checked_count("max_episode_steps", max_episode_steps, _MOST_STEPS)
+        checked_type("others", others, (str, type(None)), "the name of a baseline, or None")
+        self._kinds = _kinds(kinds)
+        other_policy = None if others is None else _baseline("others", others)
+        self._answered = _deciders(self._kinds, other_policy)
         checked_type("scenario", scenario, (str, Scenario), "the name of a scenario, or a Scenario")
         if autoreset_mode not in [*AutoresetMode, *(mode.value for mode in AutoresetMode)]:
             modes = ", ".join(mode.value for mode in AutoresetMode)
@@ -126,14 +181,21 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self.render_mode = render_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = {**type(self).metadata, "autoreset_mode": self.autoreset_mode}
-        self.scenario = (load_scenario(scenario) if isinstance(scenario, str) else scenario).with_changes(**changes)
-        self.single_observation_space = observation_space(instances)
+        chosen = (load_scenario(scenario) if isinstance(scenario, str) else scenario).with_changes(**changes)
+        self.scenario = replace(
+            chosen,
+            rebalancing=chosen.rebalancing if KIND_SOURCE in self._answered else None,
+            scaling=chosen.scaling if KIND_SCALE in self._answered else None,
+        )
+        self.single_observation_space = observation_space(instances, self._kinds)
         self.single_action_space = Discrete(instances + 1)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._shape = num_envs, instances
         self._limits = self.scenario.limits(instances)
-        self._warm_up: Any = load_policy(self.scenario.warm_up)
+        warm_up = _baseline("warm_up", self.scenario.warm_up)
+        self._deciders: tuple[int, Any] = _bits(self._kinds), (other_policy or warm_up).choose
+        self._warm_up: tuple[Any, int] = warm_up.choose, _bits(warm_up.kinds)
         self._cluster = ClusterBatch(self.scenario.size(num_envs, instances))
         self._episodes: NDArray[np.void] = np.zeros(num_envs, EPISODE)
         if UNCOMPILED:
@@ -147,7 +209,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self._chosen: NDArray[Any] = np.full(num_envs, instances)  # last actions, for pictures
         self._metrics = np.zeros((num_envs, len(METRICS)))
         weights = self.scenario.reward.array()
-        self._stepper = Stepper(self._cluster, self._episodes, self._metrics, weights, threads)
+        self._stepper = Stepper(self._cluster, self._episodes, self._metrics, weights, self._deciders, threads)
 
     # --- Gymnasium ---------------------------------------------------------------------------------------------------
 
@@ -179,7 +241,11 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
                 self._generators[row], self._seeds[row] = seeding.np_random(row_seed)
         if not (mask | self._loaded).all():
             raise ResetNeeded("a reset_mask leaves out rows that were never reset: reset all rows first")
-        observations = feature_arrays(*self._shape)._asdict() if mask.all() else features(self._cluster.view)
+        observations = (
+            feature_arrays(*self._shape, self._kinds)._asdict()
+            if mask.all()
+            else features(self._cluster.view, self._kinds)
+        )
         infos: Infos = {}
         self._begin(np.flatnonzero(mask), pinned, observations, infos)
         return observations, infos
@@ -205,7 +271,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         if any_starting and (self.autoreset_mode is not AutoresetMode.NEXT_STEP or not self._loaded.all()):
             raise ResetNeeded(f"rows {np.flatnonzero(starting).tolist()} have no episode to step: reset them first")
         self._chosen = actions
-        out = outputs(*self._shape)
+        out = outputs(*self._shape, self._kinds)
         ended = self._stepper.step(actions.astype(np.int64, copy=False), starting, out)
         observations = _observations(out)
         stepped = ~starting
@@ -290,7 +356,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self._any_ended = bool(self._ended.any())
         for row, state in enumerate(saved.generators):
             self._generator(row).bit_generator.state = state
-        return features(self._cluster.view)
+        return features(self._cluster.view, self._kinds)
 
     def set_generator(self, row: int, generator: np.random.Generator) -> None:
         """Draw the row's next episodes from this generator."""
@@ -330,39 +396,64 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
     def _begin(
         self, rows: NDArray[np.int64], pinned: dict[str, float], observations: Observations, infos: Infos
     ) -> None:
-        """Begin episodes in these rows: write their first observations, and their parameters into the infos."""
-        parameters = [self._load(row, pinned) for row in rows.tolist()]
-        view = self._cluster.view
-        stuck = begin_rows(
-            self._cluster.handle,
-            rows,
-            self._episodes,
-            self._warm_up.choose,
-            view.instances,
-            view.request,
-            view.fleet,
-            feature_scratch(self._shape[1]),
-            *observations.values(),
-        )
-        if stuck:
-            raise RuntimeError(f"the requests of row {-1 - stuck} are over before the first observation")
+        """Begin episodes in these rows: write their first observations, and their parameters into the infos.
+
+        Raises:
+            RuntimeError: all of many episodes of a row are over before the agent has anything to decide.
+        """
+        parameters = {row: self._load(row, pinned) for row in rows.tolist()}
+        tries, over = 1, rows
+        while self._run_to_first_decision(over, observations):
+            over = over[self._episodes["steps"][over] < 0]
+            if tries == _TRIES:
+                raise RuntimeError(
+                    f"row {over[0]}: {_TRIES} episodes were over before a decision of the agent's: make them longer"
+                )
+            tries += 1
+            parameters.update({row: self._load(row, pinned) for row in over.tolist()})
         begun = np.zeros(self.num_envs, np.bool_)
         begun[rows] = True
         self._ended = self._ended & ~begun
         self._any_ended = bool(self._ended.any())
         infos["parameters"] = {}
         infos["_parameters"] = begun
-        for name in parameters[0]:
+        for name in parameters[int(rows[0])]:
             values = np.zeros(self.num_envs)
-            values[rows] = [of_row[name] for of_row in parameters]
+            values[rows] = [parameters[row][name] for row in rows.tolist()]
             infos["parameters"][name] = values
             infos["parameters"][f"_{name}"] = begun.copy()
+
+    def _run_to_first_decision(self, rows: NDArray[np.int64], observations: Observations) -> int:
+        """See `begin_rows`."""
+        view = self._cluster.view
+        return int(
+            begin_rows(
+                self._cluster.handle,
+                rows,
+                self._episodes,
+                self._deciders[0],
+                *self._warm_up,
+                self._deciders[1],
+                view.instances,
+                view.request,
+                view.fleet,
+                feature_scratch(self._shape[1]),
+                *observations.values(),
+            )
+        )
 
     def _load(self, row: int, pinned: dict[str, float]) -> dict[str, float]:
         """Load an episode of the row's own; returns its parameters."""
         episode = self.scenario.draw(self._generator(row), self._limits, pinned)
         self._cluster.load(
-            row, episode.fleet, episode.rows, episode.nodes, seed=episode.seed, stop_s=np.inf, engines=episode.engines
+            row,
+            episode.fleet,
+            episode.rows,
+            episode.nodes,
+            seed=episode.seed,
+            stop_s=np.inf,
+            engines=episode.engines,
+            kinds=self._answered,
         )
         self._episodes["warmup_s"][row] = episode.warmup_s
         self._loaded[row] = True

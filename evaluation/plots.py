@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,32 @@ def plots(result: ScenarioResult) -> list[Plot]:
         drawn["Differences"] = _differences
     figures = {title: draw(result) for title, draw in drawn.items()}
     return [Plot(title, _svg(figure), _png(figure)) for title, figure in figures.items()]
+
+
+def over_time(
+    title: str,
+    curves: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]],
+    ylabel: str,
+    *,
+    shaded_s: tuple[float, float] | None = None,
+) -> Plot:
+    """Curves over time.
+
+    Args:
+        title: of the drawing.
+        curves: by name: (n,) times in seconds and (n,) values.
+        ylabel: what the values are.
+        shaded_s: from and to where the background is shaded.
+    """
+    figure, (axis,) = _figure(1)
+    if shaded_s is not None:
+        axis.axvspan(*shaded_s, color="#eeeeee")
+    for index, (name, (time_s, values)) in enumerate(curves.items()):
+        axis.plot(time_s, values, **_line(index), label=name)
+    axis.set(xlabel="time (s)", ylabel=ylabel)
+    axis.set_ylim(bottom=0)
+    _with_legend(figure, axis)
+    return Plot(title, _svg(figure), _png(figure))
 
 
 def _latencies(result: ScenarioResult) -> Figure:

@@ -12,14 +12,20 @@ fleet, and
 - ``mean(x)``, ``least(x)``, ``most(x)`` over the candidates, 0 without any; ``candidates``: how many they are;
 - ``lower(x)``: share of the candidates with a strictly lower x;
 - ``ratio(x, y) = x / y``, 0 where y is 0;
+- ``part(x)``: the share of all instances for which x holds;
+- the states ``ABSENT``, ``STARTING``, ``READY``, ``DRAINING``, ``FAILED``;
 - the quantities of `QUANTITIES`.
 
-Results are clipped to the stated range. Rows of absent instances are 0.
+Results are clipped to the stated range. Rows of slots without an instance are 0.
+
+Who only dispatches reads `INSTANCE_FEATURES`, `REQUEST_FEATURES` and `FLEET_FEATURES`; who answers other kinds of
+decision too reads `MORE_INSTANCE_FEATURES`, ... after them.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -27,10 +33,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.fleet.jit import inlined, kernel, kernel_array
-from fleetpilot.fleet.view import FLEET_FIELDS, INSTANCE_FIELDS, REQUEST_FIELDS, STATE_ABSENT, FleetView
+from fleetpilot.fleet.view import (
+    FLEET_FIELDS,
+    INSTANCE_FIELDS,
+    KIND_DISPATCH,
+    REQUEST_FIELDS,
+    STATE_ABSENT,
+    STATE_DRAINING,
+    STATE_FAILED,
+    STATE_READY,
+    STATE_STARTING,
+    FleetView,
+)
 
 KINDS = ("dispatch", "prefill", "decode", "source", "destination", "scale")
-"""Kinds of decision, by `FleetView.fleet["kind"]`: what is one-hot encoded. Only the first is asked for so far."""
+"""Kinds of decision, by `FleetView.fleet["kind"]`: what is one-hot encoded."""
+
+STATES = {
+    "ABSENT": STATE_ABSENT,
+    "STARTING": STATE_STARTING,
+    "READY": STATE_READY,
+    "DRAINING": STATE_DRAINING,
+    "FAILED": STATE_FAILED,
+}
+"""Names in formulas of what `i.state` may be."""
 
 Age = Literal["now", "poll"]
 
@@ -137,7 +163,7 @@ INSTANCE_FEATURES: tuple[Feature, ...] = (
         0,
         1,
         "now",
-        "i.matched_tokens / r.prompt_tokens",
+        "i.matched_tokens / max(r.prompt_tokens, 1)",
         "share of the prompt that the prefix index holds",
     ),
     Feature(
@@ -237,9 +263,49 @@ FLEET_FEATURES: tuple[Feature, ...] = (
     ),
 )
 
+MORE_INSTANCE_FEATURES: tuple[Feature, ...] = (
+    Feature("absent", "0/1", 0, 1, "now", "i.state == ABSENT", "not started"),
+    Feature("starting", "0/1", 0, 1, "now", "i.state == STARTING", "will serve"),
+    Feature("ready", "0/1", 0, 1, "now", "i.state == READY", "serves"),
+    Feature("draining", "0/1", 0, 1, "now", "i.state == DRAINING", "takes no new requests, and leaves"),
+    Feature("failed", "0/1", 0, 1, "now", "i.state == FAILED", "failed and not repaired"),
+    Feature("migrating", "0/1", 0, 1, "now", "i.migrating", "source or destination of a migration"),
+    Feature(
+        "urgent",
+        "ratio",
+        0,
+        1,
+        "now",
+        "i.urgent / max(i.in_flight, 1)",
+        "share of its requests before the default priority",
+    ),
+    Feature(
+        "moving_kv",
+        "ratio",
+        0,
+        2,
+        "now",
+        "(r.prompt_tokens + r.streamed_tokens) / kv_tokens",
+        "what this request is by now over its KV capacity",
+    ),
+)
+
+MORE_REQUEST_FEATURES: tuple[Feature, ...] = (
+    Feature("streamed", "tokens", 0, 1, "now", "share(r.streamed_tokens, 256)", "tokens of its answer so far"),
+)
+
+MORE_FLEET_FEATURES: tuple[Feature, ...] = (
+    Feature("ready", "share", 0, 1, "now", "part(i.state == READY)", "instances that serve"),
+    Feature("starting", "share", 0, 1, "now", "part(i.state == STARTING)", "instances that start"),
+    Feature("draining", "share", 0, 1, "now", "part(i.state == DRAINING)", "instances that drain"),
+    Feature("migrating", "share", 0, 1, "now", "part(i.migrating)", "instances in a migration"),
+)
+
 _F, _R, _G, _K = len(INSTANCE_FEATURES), len(REQUEST_FEATURES), len(FLEET_FEATURES), len(KINDS)
 _RANKED = 3
 _LOW, _HIGH = (np.array([getattr(f, end) for f in INSTANCE_FEATURES], np.float32) for end in ("low", "high"))
+_ALL_F = _F + len(MORE_INSTANCE_FEATURES)
+_STATES = len(STATES)
 _NEVER_S = 1e9  # in place of an infinite age
 
 
@@ -272,20 +338,41 @@ class FeatureArrays(NamedTuple):
     action_mask: NDArray[np.float32]  # (B, N + 1), 1 where an instance, or last none, may be chosen
 
 
-def features(view: FleetView) -> dict[str, NDArray[np.float32]]:
-    """The features of a view, as the environments' observations hold them: see `FeatureArrays`."""
+def features_for(kinds: Collection[int]) -> dict[str, tuple[Feature, ...]]:
+    """What one reads who answers these kinds of decision: ``instances``, ``request`` and ``fleet``."""
+    tables = {"instances": INSTANCE_FEATURES, "request": REQUEST_FEATURES, "fleet": FLEET_FEATURES}
+    if reads_more(kinds):
+        more = {"instances": MORE_INSTANCE_FEATURES, "request": MORE_REQUEST_FEATURES, "fleet": MORE_FLEET_FEATURES}
+        return {key: (*table, *more[key]) for key, table in tables.items()}
+    return tables
+
+
+def reads_more(kinds: Collection[int]) -> bool:
+    """Whether one who answers these kinds of decision reads more than who only dispatches."""
+    return set(kinds) != {KIND_DISPATCH}
+
+
+def features(view: FleetView, kinds: Collection[int] = (KIND_DISPATCH,)) -> dict[str, NDArray[np.float32]]:
+    """The features of a view, as the environments' observations hold them: see `FeatureArrays`.
+
+    Args:
+        view: what is known.
+        kinds: of decision that the policy answers.
+    """
     batch, instances = view.instances.shape
-    arrays = feature_arrays(batch, instances)
+    arrays = feature_arrays(batch, instances, kinds)
     _write_rows(view.instances, view.request, view.fleet, *arrays, feature_scratch(instances))
     return arrays._asdict()
 
 
-def feature_arrays(batch: int, instances: int) -> FeatureArrays:
+def feature_arrays(batch: int, instances: int, kinds: Collection[int] = (KIND_DISPATCH,)) -> FeatureArrays:
     """Fresh arrays to be written."""
+    more = (len(MORE_INSTANCE_FEATURES), len(MORE_REQUEST_FEATURES), len(MORE_FLEET_FEATURES))
+    f, r, g = more if reads_more(kinds) else (0, 0, 0)
     return FeatureArrays(
-        np.empty((batch, instances, _F), np.float32),
-        np.empty((batch, _R), np.float32),
-        np.empty((batch, _G), np.float32),
+        np.empty((batch, instances, _F + f), np.float32),
+        np.empty((batch, _R + r), np.float32),
+        np.empty((batch, _G + g), np.float32),
         np.empty((batch, _K), np.float32),
         np.empty((batch, instances + 1), np.float32),
     )
@@ -366,7 +453,8 @@ def write_features(
         view_fleet: (B,) records of `FLEET_VIEW`.
         first: row.
         last: row.
-        instances: (B, N, F) written in these rows, as all that follow.
+        instances: (B, N, F) written in these rows, as all that follow. With room for more than `INSTANCE_FEATURES`,
+            more is written, into `request` and `fleet` too.
         request: (B, R).
         fleet: (B, G).
         kind: (B, K).
@@ -388,7 +476,7 @@ def write_features(
         for k in range(count):
             i = view_instances[row, k]
             mask[row, k] = i.candidate
-            if i.state == STATE_ABSENT:
+            if i.kv_capacity_blocks == 0.0:  # no instance in this slot
                 for j in range(_F):
                     instances[row, k, j] = 0.0
                 continue
@@ -456,7 +544,7 @@ def write_features(
         per_mean_load = _ratio(candidates, sum_load)
         _rank(ranked, mask, row, count)
         for k in range(count):
-            if view_instances[row, k].state != STATE_ABSENT:
+            if view_instances[row, k].kv_capacity_blocks != 0.0:
                 instances[row, k, 19] *= per_mean_kv
                 instances[row, k, 20] *= per_mean_load
                 for q in range(_RANKED):
@@ -487,3 +575,38 @@ def write_features(
         fleet[row, 10] = f.engine_reported
         for j in range(_K):
             kind[row, j] = 1.0 if j == f.kind else 0.0
+    if instances.shape[2] > _F:
+        _write_more(view_instances, view_request, first, last, instances, request, fleet)
+
+
+@kernel
+def _write_more(
+    view_instances: Any, view_request: Any, first: int, last: int, instances: Any, request: Any, fleet: Any
+) -> None:
+    """The features that come after those of who only dispatches."""
+    for row in range(first, last):
+        r = view_request[row]
+        moving_tokens = r.prompt_tokens + r.streamed_tokens
+        present = ready = starting = draining = migrating = 0
+        for k in range(view_instances.shape[1]):
+            i = view_instances[row, k]
+            if i.kv_capacity_blocks == 0.0:
+                for j in range(_F, _ALL_F):
+                    instances[row, k, j] = 0.0
+                continue
+            for state in range(_STATES):
+                instances[row, k, _F + state] = 1.0 if i.state == state else 0.0
+            instances[row, k, _F + 5] = i.migrating
+            instances[row, k, _F + 6] = _clip(i.urgent / max(i.in_flight, 1.0), 0.0, 1.0)
+            instances[row, k, _F + 7] = _clip(moving_tokens / (i.kv_capacity_blocks * i.block_size), 0.0, 2.0)
+            present += 1
+            ready += 1 if i.state == STATE_READY else 0
+            starting += 1 if i.state == STATE_STARTING else 0
+            draining += 1 if i.state == STATE_DRAINING else 0
+            migrating += 1 if i.migrating != 0 else 0
+        per_instance = 1.0 / max(present, 1)
+        request[row, _R] = _share(r.streamed_tokens, 256.0)
+        fleet[row, _G] = ready * per_instance
+        fleet[row, _G + 1] = starting * per_instance
+        fleet[row, _G + 2] = draining * per_instance
+        fleet[row, _G + 3] = migrating * per_instance

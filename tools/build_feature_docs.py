@@ -11,6 +11,9 @@ from fleetpilot.fleet.features import (
     FLEET_FEATURES,
     INSTANCE_FEATURES,
     KINDS,
+    MORE_FLEET_FEATURES,
+    MORE_INSTANCE_FEATURES,
+    MORE_REQUEST_FEATURES,
     QUANTITIES,
     REQUEST_FEATURES,
     Feature,
@@ -31,8 +34,11 @@ instances does not matter. float32.
 
 Formulas are Python over the fields of the view (`fleet/view.py`): `i` an instance, `r` the request, `f` the fleet.
 `share(x, h)` is x / (x + h). `mean`, `least`, `most` are over the candidates, `candidates` their number; `lower(x)` is
-the share of the candidates with a strictly lower x; `ratio(x, y)` is x / y, 0 where y is 0. Results are clipped to the
-range. Slots without an instance are rows of 0.
+the share of the candidates with a strictly lower x; `part(x)` the share of all instances for which x holds;
+`ratio(x, y)` is x / y, 0 where y is 0. Results are clipped to the range. Slots without an instance are rows of 0.
+
+Who only dispatches (`fleetpilot/Dispatch-v0`) reads the first features of each array; who answers other kinds of
+decision reads all of them.
 
 Age: "now" is what the dispatcher knows as of the decision, "poll" is as old as the last visible poll (`poll_age`). In
 the papers' engine-reported mode the loads are exact.
@@ -41,7 +47,7 @@ the papers' engine-reported mode the loads are exact.
 ORDER = """\
 ## kind
 
-One-hot: {kinds}. Only the first is asked for so far.
+One-hot: {kinds}.
 
 ## action_mask
 
@@ -49,15 +55,17 @@ One number per slot and one, last, for none: 1 where it may be chosen.
 """
 
 
-def table(title: str, features: tuple[Feature, ...]) -> str:
-    """A section with one row per feature, in the order of the array."""
+def table(title: str, features: tuple[Feature, ...], more: tuple[Feature, ...]) -> str:
+    """A section with one row per feature, in the order of the array; `more` is for who does more than dispatch."""
     lines = [
         f"## {title}",
         "",
         "| # | name | meaning | unit | range | from | age | formula |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for place, feature in enumerate(features):
+    for place, feature in enumerate(features + more):
+        if place == len(features):
+            lines.append("| | **where not only dispatch is decided** | | | | | | |")
         cells = [
             str(place),
             f"`{feature.name}`",
@@ -79,9 +87,9 @@ def page() -> str:
     return "\n".join(
         [
             HEAD,
-            table("instances", INSTANCE_FEATURES),
-            table("request", REQUEST_FEATURES),
-            table("fleet", FLEET_FEATURES),
+            table("instances", INSTANCE_FEATURES, MORE_INSTANCE_FEATURES),
+            table("request", REQUEST_FEATURES, MORE_REQUEST_FEATURES),
+            table("fleet", FLEET_FEATURES, MORE_FLEET_FEATURES),
             ORDER.format(kinds=", ".join(KINDS)),
             *quantities,
             "",

@@ -12,7 +12,16 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-EXPERIMENTS = ("llumnix-motivation",)
+EXPERIMENTS = (
+    "llumnix-motivation",
+    "llumnix-fig10",
+    "llumnix-fig11",
+    "llumnix-fig12",
+    "llumnix-fig13",
+    "llumnix-fig14",
+    "llumnix-fig15",
+    "llumnix-stock",
+)
 """Names for ``fleetpilot evaluate --experiment``; the module is called the same, with underscores."""
 
 

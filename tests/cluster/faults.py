@@ -7,15 +7,19 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """A change of a kernel source: `old` occurs exactly once in the package's file `path`."""
+    """A change of a kernel source: `old` occurs exactly once in the package's file `path`, and so do those of `also`."""
 
     name: str
     path: str
     old: str
     new: str
+    also: tuple[tuple[str, str], ...] = ()
 
 
+ITERATIONS = "cluster/iterations.py"
 KERNEL = "cluster/kernel.py"
+LIFECYCLE = "cluster/lifecycle.py"
+MIGRATION = "cluster/migration.py"
 SCHEDULER = "cluster/scheduler.py"
 KV_CACHE = "cluster/kv_cache.py"
 PREFIX_CACHE = "cluster/prefix_cache.py"
@@ -126,8 +130,8 @@ FAULTS = (
     Fault(
         "admission in a step that preempted",
         SCHEDULER,
-        "            inst.first_finish_step = _first_finish(s, inst)\n            return prefill, attention",
-        "            inst.first_finish_step = _first_finish(s, inst)",
+        "            inst.first_finish_step = first_finish(s, inst)\n            return prefill, attention",
+        "            inst.first_finish_step = first_finish(s, inst)",
     ),
     Fault(
         "a second preemption restarts the loss of the first",
@@ -285,7 +289,7 @@ FAULTS = (
     ),
     Fault(
         "gaps between tokens forget the prefill of others that decodes waited for",
-        KERNEL,
+        ITERATIONS,
         "if inst.uneven != 0 or inst.last_decode_s != step_end_s(inst, engine, inst.steps):",
         "if inst.uneven != 0:",
     ),
@@ -331,5 +335,463 @@ FAULTS = (
         PREFIX_INDEX,
         "oldest = owner.index_head",
         "oldest = owner.index_tail",
+    ),
+)
+
+FLEET_FAULTS = (
+    # --- who moves ---
+    Fault(
+        "an instance may be chosen as SOURCE again in the same tick",
+        MIGRATION,
+        "inst.migration != NIL or inst.source_tick == env.rebalance_tick",
+        "inst.migration != NIL",
+    ),
+    Fault(
+        "max_pairs counts migrations, not chosen sources",
+        KERNEL,
+        "        env.pairs += 1\n",
+        "",
+        also=(("        migration.begin(s, e, source, g)\n", "        migration.begin(s, e, source, g)\n        env.pairs += 1\n"),),
+    ),
+    Fault(
+        "of requests of equal length the first of the running list leaves",
+        MIGRATION,
+        "better = better or tokens <= best_tokens",
+        "better = better or tokens < best_tokens",
+    ),
+    Fault(
+        "the lowest priority is the smallest value",
+        MIGRATION,
+        "slot.priority > best_priority",
+        "slot.priority < best_priority",
+    ),
+    Fault(
+        "ready instances offer waiting requests, too",
+        MIGRATION,
+        "return inst.tail if inst.life == STATE_DRAINING else NIL",
+        "return inst.tail",
+    ),
+    Fault(
+        "a draining instance offers the first of its queue",
+        MIGRATION,
+        "return inst.tail if inst.life == STATE_DRAINING else NIL",
+        "return inst.head if inst.life == STATE_DRAINING else NIL",
+    ),
+    Fault(
+        "a waiting request moves to the front of the queue",
+        MIGRATION,
+        "enqueue(s, other, engine_at(s, destination), index, False)",
+        "enqueue(s, other, engine_at(s, destination), index, True)",
+    ),
+    Fault(
+        "a draining instance is a candidate for DESTINATION",
+        MIGRATION,
+        "return inst.life == STATE_READY and inst.migration == NIL",
+        "return inst.life in (STATE_READY, STATE_DRAINING) and inst.migration == NIL",
+    ),
+    # --- reservations and copies ---
+    Fault(
+        "an aborted migration keeps its reserved blocks",
+        MIGRATION,
+        "    other.free_blocks += blocks\n",
+        "",
+    ),
+    Fault(
+        "an aborted migration's blocks go to the end of the free list",
+        MIGRATION,
+        "    other.free_blocks += blocks\n",
+        "    prefix_cache.append_dead(s, other, blocks)\n",
+    ),
+    Fault(
+        "the destination of an aborted migration stays in it",
+        MIGRATION,
+        "    _log(s, env, g, outcome, time_s)\n    _end(s, env, g)\n",
+        "    _log(s, env, g, outcome, time_s)\n    _end(s, env, g)\n    other.migration = g\n",
+    ),
+    Fault(
+        "a reservation ignores the blocks of the iteration in progress",
+        ITERATIONS,
+        "                take(s, inst, decode_demand(s, inst, engine, inst.steps_done, 1))\n",
+        "",
+    ),
+    Fault(
+        "stage 0 copies the partial block, too",
+        MIGRATION,
+        "    blocks = _computed(inst, slot) // engine.block_size\n",
+        "    blocks = blocks_for(_computed(inst, slot), engine.block_size)\n",
+    ),
+    Fault(
+        "later stages copy the partial block, too",
+        MIGRATION,
+        "        blocks = computed // engine.block_size - migration.copied_blocks\n",
+        "        blocks = blocks_for(computed, engine.block_size) - migration.copied_blocks\n",
+    ),
+    Fault(
+        "the last stage copies all blocks again",
+        MIGRATION,
+        "blocks = blocks_for(_computed(inst, slot), engine.block_size) - migration.copied_blocks",
+        "blocks = blocks_for(_computed(inst, slot), engine.block_size)",
+    ),
+    Fault(
+        "the last stage leaves the partial block out",
+        MIGRATION,
+        "blocks = blocks_for(_computed(inst, slot), engine.block_size) - migration.copied_blocks",
+        "blocks = _computed(inst, slot) // engine.block_size - migration.copied_blocks",
+    ),
+    Fault(
+        "the last stage copies what was left at the end of the stage before",
+        MIGRATION,
+        "blocks = blocks_for(_computed(inst, slot), engine.block_size) - migration.copied_blocks",
+        "blocks = blocks_for(_computed(inst, slot) - 1, engine.block_size) - migration.copied_blocks",
+    ),
+    Fault(
+        "last_stage_blocks off by one",
+        MIGRATION,
+        "- migration.copied_blocks <= env.last_stage_blocks",
+        "- migration.copied_blocks < env.last_stage_blocks",
+    ),
+    Fault(
+        "max_stages off by one",
+        MIGRATION,
+        "migration.stages >= env.max_stages - 1",
+        "migration.stages >= env.max_stages",
+    ),
+    Fault(
+        "only stages with blocks pay for the round trip",
+        MIGRATION,
+        "time_s + (env.round_trip_s + copied_bytes / env.bandwidth_bytes_per_s)",
+        "time_s + (env.round_trip_s + copied_bytes / env.bandwidth_bytes_per_s if blocks > 0 else 0.0)",
+    ),
+    Fault(
+        "the end of a stage does not see that the request has finished",
+        MIGRATION,
+        "    if outcome != NIL:\n        abort(s, env, g, outcome, time_s)\n",
+        "    if outcome == PREEMPTED:\n        abort(s, env, g, outcome, time_s)\n",
+    ),
+    Fault(
+        "a request that has finished is handed over all the same",
+        MIGRATION,
+        "    if slot.row != migration.row:\n        return LEFT\n",
+        "",
+    ),
+    Fault(
+        "a preemption is not seen if the request decodes again",
+        MIGRATION,
+        "if slot.preemptions != migration.preemptions else NIL",
+        "if slot.preemptions != migration.preemptions and not np.isnan(slot.preempted_s) else NIL",
+    ),
+    # --- slowdown and anchors ---
+    Fault(
+        "the slowdown of a source stays",
+        KERNEL,
+        "if inst.migration != NIL:\n            inst.jitter",
+        "if inst.migration != NIL or migration_at(s, g).stages > 0:\n            inst.jitter",
+    ),
+    Fault(
+        "the slowdown is the source's alone",
+        KERNEL,
+        "if inst.migration != NIL:\n            inst.jitter",
+        "if inst.migration == g:\n            inst.jitter",
+    ),
+    Fault(
+        "the start of a migration makes no new anchor",
+        MIGRATION,
+        "    inst.migration = g\n"
+        "    instance_at(s, destination).migration = g\n"
+        "    inst.changed = 1\n"
+        "    instance_at(s, destination).changed = 1\n",
+        "    inst.migration = g\n    instance_at(s, destination).migration = g\n",
+    ),
+    Fault(
+        "the end of a migration makes no new anchor",
+        MIGRATION,
+        "    inst.changed = 1\n    other.changed = 1\n",
+        "",
+    ),
+    # --- stop, COMMIT, join ---
+    Fault(
+        "the request stops at the end of the stage, amid the iteration",
+        MIGRATION,
+        "        inst.stopping = 1\n",
+        "        inst.stopping = 1\n        next_at(s, g).time_s = time_s\n",
+    ),
+    Fault(
+        "COMMIT does not release the source's blocks",
+        MIGRATION,
+        "    release(s, inst, engine, index, computed, blocks_for(computed, engine.block_size), False)\n",
+        "",
+    ),
+    Fault(
+        "COMMIT does not pin the request's path",
+        MIGRATION,
+        "        prefix_cache.pin(s, other, index, 0, other_engine.block_size)\n",
+        "",
+    ),
+    Fault(
+        "COMMIT matches what the destination holds",
+        MIGRATION,
+        "        prefix_cache.pin(s, other, index, 0, other_engine.block_size)\n",
+        "        size = other_engine.block_size\n"
+        "        matched, _ = prefix_cache.match(s, other, slot, size, computed // size)\n"
+        "        prefix_cache.pin(s, other, index, matched, size)\n"
+        "        other.free_blocks += matched\n",
+    ),
+    Fault(
+        "what a migration copied never becomes resident",
+        MIGRATION,
+        "        prefix_cache.fill(s, other, slot, computed, other_engine.block_size)\n",
+        "",
+    ),
+    Fault(
+        "the source keeps the moved request's own tail",
+        MIGRATION,
+        "blocks_for(computed, engine.block_size), False)",
+        "blocks_for(computed, engine.block_size), True)",
+    ),
+    Fault(
+        "an idle destination is not woken by what joins it",
+        MIGRATION,
+        "    if inst.doing == IDLE:\n        next_at(s, g).time_s = time_s\n    slot_at(s, index).next = NIL\n",
+        "    slot_at(s, index).next = NIL\n",
+    ),
+    Fault(
+        "an idle instance does not try its head again when reserved blocks are released",
+        ITERATIONS,
+        "        if inst.waiting > 0 or inst.incoming != NIL:\n"
+        "            next_at(s, g).time_s = min(next_at(s, g).time_s, time_s)\n",
+        "        pass\n",
+    ),
+    Fault(
+        "requests join the batch behind one that is partly prefilled",
+        SCHEDULER,
+        "while decodes and position > 0",
+        "while False and position > 0",
+    ),
+    Fault(
+        "requests join a batch that is full",
+        MIGRATION,
+        "while inst.incoming != NIL and inst.in_batch < engine.max_num_seqs:",
+        "while inst.incoming != NIL:",
+    ),
+    Fault(
+        "requests join the batch in reverse order of arrival",
+        MIGRATION,
+        "    slot_at(s, index).next = NIL\n    if inst.incoming == NIL:\n",
+        "    slot_at(s, index).next = inst.incoming\n    if True:\n",
+    ),
+    Fault(
+        "downtime ends with the COMMIT",
+        MIGRATION,
+        "        slot.downtime_s += time_s - slot.stopped_s\n",
+        "",
+        also=(("    slot.migrations += 1\n    _await_join", "    slot.migrations += 1\n    slot.downtime_s += time_s - slot.stopped_s\n    _await_join"),),
+    ),
+    Fault(
+        "the gap of a move begins when the request joins",
+        MIGRATION,
+        "        slot.joined_s = last_token_s\n",
+        "",
+    ),
+    Fault(
+        "the ledger keeps a moved request's streamed tokens at its source",
+        MIGRATION,
+        "        inst.streamed_tokens -= streamed_tokens\n        other.streamed_tokens += streamed_tokens\n",
+        "",
+    ),
+    Fault(
+        "at a stop the destination's boundary of the same time is still to come",
+        MIGRATION,
+        "seen_s = np.nextafter(time_s, np.inf) if migration.destination < g else time_s",
+        "seen_s = time_s",
+    ),
+    # --- failures ---
+    Fault(
+        "a stopped request is lost when its destination fails",
+        MIGRATION,
+        "    if outcome == DESTINATION_DIED and migration.phase == HANDING_OVER:\n",
+        "    if False:\n",
+    ),
+    Fault(
+        "a failed instance fails again and its repair begins anew",
+        LIFECYCLE,
+        "if inst.life != STATE_ABSENT and inst.life != STATE_FAILED:",
+        "if inst.life != STATE_ABSENT:",
+    ),
+    Fault(
+        "an instance that starts does not fail",
+        LIFECYCLE,
+        "if inst.life != STATE_ABSENT and inst.life != STATE_FAILED:",
+        "if inst.life == STATE_READY or inst.life == STATE_DRAINING:",
+    ),
+    Fault(
+        "a failed instance is billed during its repair",
+        LIFECYCLE,
+        "                inst.billed_from_s = time_s\n",
+        "                inst.billed_from_s = time_s - env.repair_s\n",
+    ),
+    Fault(
+        "a repaired instance is not billed",
+        LIFECYCLE,
+        "                inst.billed_from_s = time_s\n",
+        "                pass\n",
+    ),
+    Fault(
+        "requests come back in reverse order",
+        LIFECYCLE,
+        """\
+    slot.next = NIL
+    if env.returned_head == NIL:
+        env.returned_head = index
+    else:
+        slot_at(s, env.returned_tail).next = index
+    env.returned_tail = index
+""",
+        "    slot.next = env.returned_head\n    env.returned_head = index\n",
+    ),
+    Fault(
+        "stopped requests come back before running ones",
+        LIFECYCLE,
+        "    for position in range(inst.in_batch):\n        entry = batch_at",
+        "    if stopped != NIL:\n"
+        "        _send_back(s, env, stopped)\n"
+        "        stopped = NIL\n"
+        "    for position in range(inst.in_batch):\n"
+        "        entry = batch_at",
+    ),
+    Fault(
+        "a request that comes back generates all again",
+        LIFECYCLE,
+        "    slot.prefill_tokens = slot.prompt_tokens + slot.generated\n",
+        "    slot.generated = 0\n    slot.prefill_tokens = slot.prompt_tokens\n",
+    ),
+    Fault(
+        "a preemption loss goes on across a restart",
+        LIFECYCLE,
+        "    slot.preempted_s = np.nan\n",
+        "",
+    ),
+    Fault(
+        "the ledger takes a request that came back for one of its prompt's length",
+        LIFECYCLE,
+        "    slot.restart_tokens = slot.generated\n",
+        "",
+    ),
+    Fault(
+        "a request may be held as long as if it had not come back",
+        LIFECYCLE,
+        "    slot.due_s = env.time_s\n",
+        "",
+    ),
+    Fault(
+        "a failure comes after the boundaries of its time",
+        KERNEL,
+        "        if not _run_instances(s, e, until_s) or",
+        "        failing = env.next_failure < env.failures\n"
+        "        failing = failing and lifecycle.failure_at(s, env.failure0 + env.next_failure).time_s == until_s\n"
+        "        if not _run_instances(s, e, np.nextafter(until_s, np.inf) if failing else until_s) or",
+    ),
+    Fault(
+        "the SOURCE tick comes before ends of copies of its time",
+        KERNEL,
+        "if env.next_event_s <= until_s and env.next_event_s < np.inf:",
+        "if env.next_event_s <= until_s and env.next_event_s < np.inf and rebalance_s > until_s:",
+    ),
+    Fault(
+        "requests that come back are asked for after arrivals of that time",
+        KERNEL,
+        "        if env.returned_head != NIL:\n",
+        "        if env.returned_head != NIL and _next_arrival(s, env)[0] > env.time_s:\n",
+    ),
+    # --- lifecycle ---
+    Fault(
+        "billing begins when the instance is ready",
+        LIFECYCLE,
+        "        inst.billed_from_s = env.time_s\n",
+        "        inst.billed_from_s = env.time_s + env.start_up_s\n",
+    ),
+    Fault(
+        "a draining instance is a candidate for DISPATCH",
+        KERNEL,
+        "        candidate = inst.life == STATE_READY\n",
+        "        candidate = inst.life in (STATE_READY, STATE_DRAINING)\n",
+    ),
+    Fault(
+        "min_instances counts draining instances",
+        LIFECYCLE,
+        "        ready += 1 if life == STATE_READY else 0\n",
+        "        ready += 1 if life in (STATE_READY, STATE_DRAINING) else 0\n",
+    ),
+    Fault(
+        "max_instances counts ready instances alone",
+        LIFECYCLE,
+        "present += 1 if life in (STATE_STARTING, STATE_READY, STATE_DRAINING) else 0",
+        "present += 1 if life == STATE_READY else 0",
+    ),
+    Fault(
+        "each absent instance is a candidate, not one for each profile",
+        LIFECYCLE,
+        "        if same and instance_at",
+        "        if False and instance_at",
+    ),
+    Fault(
+        "an instance may be chosen again in the same SCALE tick",
+        LIFECYCLE,
+        "    if inst.scale_tick == env.scale_tick:\n        return False\n",
+        "",
+    ),
+    Fault(
+        "a drain that was cancelled keeps its deadline",
+        LIFECYCLE,
+        "    else:\n        _live(env, inst, STATE_READY, np.inf)\n",
+        "    else:\n        _live(env, inst, STATE_READY, inst.due_s)\n",
+        also=(
+            (
+                "if inst.due_s <= time_s and inst.life == STATE_DRAINING:",
+                "if inst.due_s <= time_s and inst.life in (STATE_DRAINING, STATE_READY):",
+            ),
+        ),
+    ),
+    Fault(
+        "an instance is drained though a migration to or from it goes on",
+        LIFECYCLE,
+        " or inst.incoming != NIL or inst.migration != NIL\n",
+        " or inst.incoming != NIL\n",
+    ),
+    Fault(
+        "a drained instance keeps its cache",
+        LIFECYCLE,
+        "    if inst.life == STATE_DRAINING and not busy:\n        _forget(s, env, g, time_s)\n",
+        "    if inst.life == STATE_DRAINING and not busy:\n",
+    ),
+    Fault(
+        "a failed instance keeps the part of its cache that is not in use",
+        LIFECYCLE,
+        """\
+        here = residency_at(s, inst.residency0 + node)
+        here.next = 0
+        here.previous = 0
+        here.blocks = 0
+        here.dead_blocks = 0
+        here.pins = 0
+""",
+        """\
+        here = residency_at(s, inst.residency0 + node)
+        if here.pins > 0:
+            here.blocks = 0
+        here.pins = 0
+""",
+        also=(
+            (
+                "    inst.lru_head = NIL\n    inst.lru_tail = NIL\n    inst.lru_blocks = 0\n"
+                "    inst.free_blocks = engine.kv_blocks\n",
+                "    inst.free_blocks = engine.kv_blocks - inst.lru_blocks\n",
+            ),
+        ),
+    ),
+    Fault(
+        "a deadline leaves the instance draining until it is empty",
+        LIFECYCLE,
+        "            _clear(s, env, g, time_s)\n            _live(env, inst, STATE_ABSENT, np.inf)\n",
+        "            _live(env, inst, STATE_DRAINING, np.inf)\n",
     ),
 )
