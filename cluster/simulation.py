@@ -14,7 +14,6 @@ from fleetpilot.cluster.config import FleetConfig
 from fleetpilot.cluster.lifecycle import prepare
 from fleetpilot.cluster.memory import handle
 from fleetpilot.cluster.state import (
-    CUT,
     ENDED,
     ITL_BINS,
     ITL_BINS_PER_OCTAVE,
@@ -119,7 +118,7 @@ def simulate(
         policy: asked for every dispatch; reset first.
         seed: of the policy's tie breaks and of jitter. Arrivals and lengths are the table's and do not depend on it.
         sample_interval_s: time between instance samples; None for none.
-        stop_s: end the run at this time; requests still in the system are logged as cut.
+        stop_s: end the run at this time; requests still in the system are logged as cut, later ones as never arrived.
         leap: False steps one iteration per event (same results, slower; for tests).
         check: verify conservation (`cluster.conservation`) at every decision and at the end; slow.
         progress: called now and then.
@@ -387,7 +386,7 @@ def _complete(requests: NDArray[np.void], table: RequestTable) -> None:
     rows = np.flatnonzero(requests["row"] == NIL)
     absent = np.zeros(len(rows), REQUEST_LOG)
     absent["row"] = rows
-    absent["status"] = np.where(np.isnan(table.arrival_s[rows]), NEVER_ARRIVED, CUT)
+    absent["status"] = NEVER_ARRIVED
     absent["instance"] = -1
     for name in ("dispatch_s", "admitted_s", "first_token_s", "finish_s"):
         absent[name] = np.nan

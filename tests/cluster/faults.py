@@ -543,10 +543,10 @@ FLEET_FAULTS = (
         "",
     ),
     Fault(
-        "the source keeps the moved request's own tail",
+        "what decoding filled is not resident at the source after a COMMIT",
         MIGRATION,
-        "blocks_for(computed, engine.block_size), False)",
-        "blocks_for(computed, engine.block_size), True)",
+        "release(s, inst, engine, index, computed, blocks_for",
+        "release(s, inst, engine, index, 0, blocks_for",
     ),
     Fault(
         "an idle destination is not woken by what joins it",

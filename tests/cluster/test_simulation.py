@@ -258,6 +258,8 @@ def test_a_stopped_run_is_the_beginning_of_the_whole_run(cluster: Cluster, stop_
 
 def test_a_held_request_is_cut_too() -> None:
     table = make_table("held", [0.0, 0.5], [1, 1], [1, 1])
+    late = simulate(table, FleetConfig.of(PROFILE, 1), Scripted(0, NONE), stop_s=float(table.arrival_s[1]))
+    assert late.requests["status"][1] == NEVER_ARRIVED
     log = simulate(table, FleetConfig.of(PROFILE, 1), Scripted(0, NONE), stop_s=1.0, check=True)
     assert log.requests["status"].tolist() == [FINISHED, CUT]
     assert math.isnan(log.requests["dispatch_s"][1])
