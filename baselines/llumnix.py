@@ -47,8 +47,10 @@ def could_take_a_request(instance: Any, threshold: float, headroom: bool) -> boo
 
 @kernel
 def has_a_request_to_move(instance: Any, headroom: bool) -> bool:
-    """Whether it drains, or has a request that is not urgent; both counts are the ledger's, so of one time."""
-    return bool(not headroom or instance.state == STATE_DRAINING or instance.in_flight > instance.urgent)
+    """Whether it drains, or not all its requests are urgent; both counts are the ledger's, so of one time."""
+    if not headroom or instance.urgent == 0 or instance.state == STATE_DRAINING:
+        return True
+    return bool(instance.in_flight > instance.urgent)
 
 
 @kernel

@@ -191,8 +191,9 @@ def test_a_draining_instance_is_the_first_source(policy: str) -> None:
 
 def test_normal_requests_leave_an_instance_with_an_urgent_one() -> None:
     # (492 - 7 - 692) / 10 < 3, though half of the blocks are free.
-    fleet = {"free_blocks": [492, 400], "batched": 10, "urgent": [1, 0]}
+    fleet = {"free_blocks": [492, 400], "batched": 10, "in_flight": 10, "urgent": [1, 0]}
     assert ask("llumnix", KIND_SOURCE, 2, **fleet) == 0
+    assert ask("llumnix", KIND_SOURCE, 2, **fleet | {"urgent": [10, 0]}) == NONE, "no normal request to move"
     assert ask("llumnix-paper", KIND_SOURCE, 2, **fleet) == 0
     assert ask("llumnix-base", KIND_SOURCE, 2, **fleet) == NONE
     assert ask("llumnix", KIND_DESTINATION, 2, **fleet) == 1

@@ -1,0 +1,76 @@
+"""Writes docs/reproductions.md: every published experiment, its figures beside ours.
+
+    python tools/build_reproductions.py [--out runs] [--workers N]
+
+Runs what is not stored yet (``fleetpilot evaluate --experiment NAME`` stores to the same place) and lays the tables of
+all experiments one after the other, with a summary of the bounds and the plots, which go beside the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from fleetpilot.evaluation.experiments import EXPERIMENTS, load_experiment
+from fleetpilot.evaluation.provenance import provenance
+from fleetpilot.evaluation.tables import Table, Text, markdown
+from fleetpilot.workloads.llumnix import PAPER_SEED
+
+PAGE = Path(__file__).parent.parent / "docs" / "reproductions.md"
+
+
+def judged(tables: Iterable[Table]) -> dict[str, int]:
+    """How many bounds are met and how many are not, by the answer."""
+    answers = [row[-1].text for table in tables if table.header[-1] == "within" for row in table.rows]
+    return {answer: answers.count(answer) for answer in ("yes", "no")}
+
+
+def section(name: str, tables: list[Table], plot: str | None) -> str:
+    """An experiment's part of the page."""
+    title, _, about = (inspect.getdoc(load_experiment(name)) or "").partition("\n")
+    picture = [f"![{title}]({plot})\n"] if plot else []
+    shown = [markdown(table).replace("\n\n\n", "\n") for table in tables]
+    return "\n".join(
+        [f"## {title.rstrip('.')}", "", f"`fleetpilot evaluate --experiment {name}`", about, "", *shown, *picture]
+    )
+
+
+def page(sections: list[str], counts: dict[str, dict[str, int]]) -> str:
+    """The page."""
+    origin = provenance()
+    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
+    rows = [[Text(name), Text(str(of["yes"])), Text(str(of["no"]))] for name, of in counts.items()]
+    summary = Table("Bounds", ["experiment", "met", "missed"], rows, "Each is judged in the experiment's own tables.")
+    head = f"""# Published experiments, repeated
+
+Written by `python tools/build_reproductions.py`; do not edit. Commit {origin["commit"]}; {versions}. The seed of the
+Llumnix paper's artifact, {PAPER_SEED:#x}, gives its generated traces; engine noise has the seeds 0, 1, ....
+"""
+    return "\n".join([head, markdown(summary), *sections])
+
+
+def main() -> None:
+    """Run all and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the experiments' folders")
+    parser.add_argument("--workers", type=int, help="processes (default: the machine's cores)")
+    arguments = parser.parse_args()
+    sections, counts = [], {}
+    for name in EXPERIMENTS:
+        print(name, flush=True)
+        folder = arguments.out / name
+        tables = load_experiment(name).run(folder, workers=arguments.workers)
+        counts[name] = judged(tables)
+        plot = getattr(load_experiment(name), "PLOT", None)
+        if plot:
+            shutil.copy(folder / plot, PAGE.with_name(plot))
+        sections.append(section(name, tables, plot))
+    PAGE.write_text(page(sections, counts), encoding="utf-8")
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()
