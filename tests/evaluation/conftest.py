@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fleetpilot.cluster.state import FINISHED, REQUEST_LOG, SAMPLE
+from fleetpilot.cluster.state import FINISHED, MIGRATION_LOG, REQUEST_LOG, SAMPLE
 
 Rows = Callable[..., NDArray[np.void]]
 
@@ -68,6 +68,7 @@ def make_log() -> Callable[..., Any]:
         *,
         instances: int = 1,
         gaps_s: tuple[float, ...] = (),
+        migrations: tuple[tuple[Any, ...], ...] = (),
         **counters: Any,
     ) -> Any:
         table = np.zeros(instances, INSTANCES)
@@ -78,6 +79,7 @@ def make_log() -> Callable[..., Any]:
         return SimpleNamespace(
             requests=requests,
             samples=np.zeros(0, SAMPLE) if samples is None else samples,
+            migrations=np.array(list(migrations), MIGRATION_LOG),
             itl=(edges, np.histogram(gaps_s, edges)[0]),
             instances=table,
             end_s=100.0,

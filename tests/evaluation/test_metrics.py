@@ -419,3 +419,16 @@ def test_preempted_requests(requests, make_log) -> None:
     found = summarise(make_log(requests(GOOD, {**GOOD, "preemptions": 2, "preemption_loss_s": 3.0})))
     assert (found["requests"]["preempted"], found["requests"]["preempted_share"]) == (1, 0.5)
     assert found["latency"]["preemption_loss_s"]["mean"] == 1.5
+
+
+def test_migrations(make_log, requests) -> None:
+    moved = {**GOOD, "migrations": 2, "downtime_s": 0.5}
+    migrations = (
+        (0, 0, 1, 10.0, 10.5, 10.75, 2, 9, 0),
+        (0, 1, 0, 11.0, 11.5, 12.0, 2, 10, 0),
+        (1, 0, 1, 20.0, np.nan, 20.0, 0, 0, 2),
+    )
+    found = summarise(make_log(requests(moved, GOOD, {**GOOD, "restarts": 1}), migrations=migrations))["migrations"]
+    assert {name: count for name, count in found["outcomes"].items() if count} == {"completed": 2, "no_space": 1}
+    assert (found["copied_blocks"], found["restarts"]) == (19, 1)
+    assert (found["stages"]["mean"], found["duration_s"]["mean"], found["downtime_s"]["mean"]) == (2.0, 0.875, 0.25)
