@@ -1,11 +1,13 @@
-"""Decisions per CPU-second of fleetpilot/Dispatch-v0.
+"""Decisions per CPU-second of fleetpilot/Dispatch-v0, and of Fleet-v0 with migrations going on.
 
 python benchmarks/environment.py
 
 The scenario is `steady`, the default: load 0.8, chunked prefill, prefix cache on, half of the prompts with one of 16
 shared prefixes. Actions are random legal ones, drawn by a compiled function whose time is included. Resets, with the
 warm-up inside them, are included too; their share is printed, and so are the requests completed per decision: a
-decision is worth nothing if no work goes with it.
+decision is worth nothing if no work goes with it. In Fleet-v0, on the same scenario, the sampler goes on to a legal
+destination whenever a source was chosen, and changes the fleet at one SCALE tick in ten; the migrations that this
+completes are printed.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from _report import machine, spread
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from fleetpilot.envs import FleetVectorEnv
+from fleetpilot.envs import ENVIRONMENTS, FleetVectorEnv
+from fleetpilot.fleet.features import KINDS
 
-ENVIRONMENTS, INSTANCES = 64, 16
+ROWS, INSTANCES = 64, 16
 REPEATS = 5
 SECONDS = 2.0
 
@@ -34,6 +37,27 @@ def legal_actions(mask: Any, draws: Any, actions: Any) -> None:
         rank = int(draws[row] * mask[row].sum())
         for action in range(mask.shape[1]):
             if mask[row, action] > 0:
+                if rank == 0:
+                    actions[row] = action
+                    break
+                rank -= 1
+
+
+@numba.njit
+def fleet_actions(mask: Any, kind: Any, draws: Any, actions: Any) -> None:
+    """The same, but no source is without a destination, and nine SCALE decisions of ten are none."""
+    none = mask.shape[1] - 1
+    for row in range(len(mask)):
+        choices = mask[row, :none].sum()
+        if kind[row, 0] > 0 or kind[row, 3] > 0:
+            choices += mask[row, none]
+        elif choices == 0 or (kind[row, 5] > 0 and draws[row] < 0.9):
+            choices = 0
+        if choices == 0:
+            actions[row] = none
+        rank = int((draws[row] * 10.0 - 9.0 if kind[row, 5] > 0 else draws[row]) * choices)
+        for action in range(none + 1):
+            if mask[row, action] > 0 and choices > 0:
                 if rank == 0:
                     actions[row] = action
                     break
@@ -54,12 +78,28 @@ class Sampler:
         return actions
 
 
+class FleetSampler(Sampler):
+    """See `fleet_actions`; counts what it was asked."""
+
+    def __init__(self, rows: int):
+        super().__init__(rows)
+        self.kinds = np.zeros(6)
+
+    def __call__(self, observations: dict[str, NDArray[np.float32]]) -> NDArray[np.int64]:
+        """One action per row."""
+        actions = np.empty(self.rows, np.int64)
+        fleet_actions(observations["action_mask"], observations["kind"], self.rng.random(self.rows), actions)
+        self.kinds += observations["kind"].sum(axis=0)
+        return actions
+
+
 class Rate(NamedTuple):
     """What one measurement found."""
 
     decisions_per_cpu_s: float
     decisions_per_wall_s: float
     requests_per_decision: float
+    migrations_per_decision: float
 
 
 def made(rows: int, instances: int, threads: int = 1, **changes: Any) -> FleetVectorEnv:
@@ -69,28 +109,53 @@ def made(rows: int, instances: int, threads: int = 1, **changes: Any) -> FleetVe
     return envs
 
 
-def measured(envs: FleetVectorEnv, stepper: Any, seconds: float = SECONDS) -> Rate:
+def measured(envs: FleetVectorEnv, stepper: Any, seconds: float = SECONDS, sampler: Sampler | None = None) -> Rate:
     """Step for some CPU-seconds. `stepper` is the environment or an adapter around it."""
-    sampler = Sampler(envs.num_envs)
+    sampler = sampler or Sampler(envs.num_envs)
     observations = stepper.step(np.zeros(envs.num_envs, np.int64))[0]
     completed, steps = -_completed(envs), 0
+    moved = -_moved(envs)
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     while time.process_time() - cpu_s < seconds:
         for _ in range(50):
             observations, _, *_, infos = stepper.step(sampler(observations))
             steps += 1
             if isinstance(infos, dict) and "final_info" in infos:
-                metrics = infos["final_info"]["episode_metrics"]["finished"]
-                completed += float(metrics[infos["_final_info"]].sum())
+                metrics = infos["final_info"]["episode_metrics"]
+                completed += float(metrics["finished"][infos["_final_info"]].sum())
+                moved += float(metrics["migrations"][infos["_final_info"]].sum())
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
     decisions = steps * envs.num_envs
-    return Rate(decisions / cpu_s, decisions / wall_s, (completed + _completed(envs)) / decisions)
+    completed, moved = completed + _completed(envs), moved + _moved(envs)
+    return Rate(decisions / cpu_s, decisions / wall_s, completed / decisions, moved / decisions)
 
 
 def _completed(envs: FleetVectorEnv) -> float:
     """Requests completed by the episodes in progress."""
     episodes = envs._episodes
     return float((episodes["costs"][:, 3] - episodes["start"][:, 3]).sum())
+
+
+def _moved(envs: FleetVectorEnv) -> float:
+    """Migrations completed by the episodes in progress."""
+    return float((envs._cluster.state.env["migrations_completed"] - envs._episodes["moved"]).sum())
+
+
+def measure_fleet() -> None:
+    """Fleet-v0 on `steady`."""
+    fleet = made(ROWS, INSTANCES, **{**ENVIRONMENTS["fleetpilot/Fleet-v0"], "scenario": "steady"})
+    sampler = FleetSampler(fleet.num_envs)
+    measured(fleet, fleet, 5.0, sampler)
+    rates = [measured(fleet, fleet, SECONDS, sampler) for _ in range(REPEATS)]
+    print(f"Fleet-v0: decisions per CPU-s {spread([r.decisions_per_cpu_s for r in rates])}")
+    moved = 1_000 * float(np.mean([r.migrations_per_decision for r in rates]))
+    print(f"  migrations completed per 1,000 decisions {moved:.1f}")
+    print(f"  completed requests per decision {np.mean([r.requests_per_decision for r in rates]):.2f}")
+    shares = ", ".join(
+        f"{name} {share:.1%}" for name, share in zip(KINDS, sampler.kinds / sampler.kinds.sum(), strict=True) if share
+    )
+    print(f"  asked: {shares}")
+    fleet.close()
 
 
 def reset_share(envs: FleetVectorEnv, rate: float) -> float:
@@ -104,18 +169,20 @@ def reset_share(envs: FleetVectorEnv, rate: float) -> float:
 
 def main() -> None:
     print(machine())
-    envs = made(ENVIRONMENTS, INSTANCES)
+    envs = made(ROWS, INSTANCES)
     measured(envs, envs, 10.0)  # compile, spread the episodes
     rates = [measured(envs, envs) for _ in range(REPEATS)]
     rate = float(np.median([r.decisions_per_cpu_s for r in rates]))
-    print(f"{ENVIRONMENTS} x {INSTANCES}: decisions per CPU-s {spread([r.decisions_per_cpu_s for r in rates])}")
+    print(f"{ROWS} x {INSTANCES}: decisions per CPU-s {spread([r.decisions_per_cpu_s for r in rates])}")
     print(f"  completed requests per decision {np.mean([r.requests_per_decision for r in rates]):.2f}")
     print(f"  resets: {reset_share(envs, rate):.1%} of the CPU time of an episode's decisions, included above")
-    sampler, observations = Sampler(ENVIRONMENTS), envs.reset()[0]
+    sampler, observations = Sampler(ROWS), envs.reset()[0]
     started = time.process_time()
     for _ in range(2_000):
         sampler(observations)
-    print(f"  sampling of actions: {(time.process_time() - started) / 2_000 / ENVIRONMENTS * rate:.1%}, included above")
+    print(f"  sampling of actions: {(time.process_time() - started) / 2_000 / ROWS * rate:.1%}, included above")
+
+    measure_fleet()
 
     try:
         from fleetpilot.envs.sb3 import SB3VecEnv
@@ -129,7 +196,7 @@ def main() -> None:
         ratios = [b.decisions_per_cpu_s / a.decisions_per_cpu_s for a, b in pairs]
         print(f"  of the environment's own rate {spread(ratios, '.2f')}")
 
-    both = made(ENVIRONMENTS, INSTANCES, threads=2)
+    both = made(ROWS, INSTANCES, threads=2)
     measured(both, both, 2.0)
     pairs = [(measured(envs, envs), measured(both, both)) for _ in range(REPEATS)]
     print(

@@ -1,7 +1,9 @@
-"""Gymnasium environments over the simulated fleet. Importing the package registers them: ``fleetpilot/Dispatch-v0``."""
+"""Gymnasium environments over the simulated fleet. Importing the package registers them: `ENVIRONMENTS`."""
 
 if not __name__.startswith("fleetpilot."):
     raise ImportError("import fleetpilot.envs, not envs")
+
+from typing import Any
 
 import gymnasium
 
@@ -12,6 +14,7 @@ from fleetpilot.envs.scenarios import SCENARIOS, load_scenario, scenario_rows
 from fleetpilot.envs.vector_env import FleetVectorEnv
 
 __all__ = [
+    "ENVIRONMENTS",
     "SCENARIOS",
     "FleetEnv",
     "FleetVectorEnv",
@@ -21,8 +24,18 @@ __all__ = [
     "scenario_rows",
 ]
 
-gymnasium.register(
-    "fleetpilot/Dispatch-v0",
-    entry_point="fleetpilot.envs.fleet_env:FleetEnv",
-    vector_entry_point="fleetpilot.envs.vector_env:FleetVectorEnv",
-)
+ENVIRONMENTS: dict[str, dict[str, Any]] = {
+    "fleetpilot/Dispatch-v0": {},
+    "fleetpilot/Fleet-v0": {"kinds": ["dispatch", "source", "destination", "scale"], "scenario": "tides"},
+    "fleetpilot/Rebalance-v0": {"kinds": ["source", "destination"], "others": "llumnix", "scenario": "llumnix/M-M"},
+    "fleetpilot/Scale-v0": {"kinds": ["scale"], "others": "llumnix", "scenario": "tides"},
+}
+"""The registered ids, and the arguments in which they differ from `FleetEnv`'s defaults."""
+
+for _id, _arguments in ENVIRONMENTS.items():
+    gymnasium.register(
+        _id,
+        entry_point="fleetpilot.envs.fleet_env:FleetEnv",
+        vector_entry_point="fleetpilot.envs.vector_env:FleetVectorEnv",
+        kwargs=_arguments,
+    )

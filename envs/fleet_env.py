@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -16,51 +17,72 @@ from fleetpilot.envs.vector_env import FleetVectorEnv, Observations, SavedState
 
 
 class FleetEnv(gymnasium.Env[Observations, np.int64]):
-    """Dispatch the requests of a simulated fleet of LLM inference engines.
+    """Run a simulated fleet of LLM inference engines: dispatch, move and scale, or some of that.
 
     ## Description
-    Requests arrive at a dispatcher in front of a fleet of vLLM engines. For each one the agent chooses the instance
-    that serves it, or holds it for a moment. Engines batch continuously, chunk prefills, share prefixes, run out of KV
-    memory and preempt: docs/model.md is exact. The agent knows what a dispatcher can know: engines' metrics as old as
-    the last poll, and its own book of requests in flight.
+    Requests arrive at a dispatcher in front of a fleet of vLLM engines. One step is one decision, always of one shape:
+    choose an instance, or none. Engines batch continuously, chunk prefills, share prefixes, run out of KV memory and
+    preempt; requests move between them with their KV cache; instances are started, drained and fail: docs/model.md is
+    exact. The agent knows what a dispatcher can know: engines' metrics as old as the last poll, and its own book of
+    requests in flight.
+
+    | id             | the agent answers                    | scenario      | all else                        |
+    | -------------- | ------------------------------------ | ------------- | ------------------------------- |
+    | `Dispatch-v0`  | dispatch                             | `steady`      | never happens                   |
+    | `Fleet-v0`     | dispatch, source, destination, scale | `tides`       |                                 |
+    | `Rebalance-v0` | source, destination                  | `llumnix/M-M` | by the baseline `llumnix`       |
+    | `Scale-v0`     | scale                                | `tides`       | by the baseline `llumnix`       |
 
     ## Action Space
-    `Discrete(instances + 1)`: an instance's slot, or, last, none: hold the request. A held request is asked about again
-    when a request finishes and every 0.1 s; after 2 s it must be dispatched. An illegal action (an absent instance,
-    holding when it is not allowed) counts as none, or, where none is not allowed either, as the instance with the
-    fewest requests in flight; it is counted in the infos.
+    `Discrete(instances + 1)`: an instance's slot, or, last, none.
+
+    | kind of decision | an instance                                                                | none       |
+    | ---------------- | -------------------------------------------------------------------------- | ---------- |
+    | dispatch         | serves the request                                                         | hold it    |
+    | source           | a request leaves it (every 0.2 s, asked again until none)                  | no more    |
+    | destination      | the request of the source goes there                                       | it stays   |
+    | scale            | absent: start it; ready: drain it; draining: keep it (every 10 s, likewise)| no more    |
+
+    A held request is asked about again when a request finishes and every 0.1 s; after 2 s it must be dispatched. None
+    is always legal for the other kinds. An illegal action (an instance that the mask leaves out, holding when it is not
+    allowed) counts as none, or, where none is not allowed either, as the instance with the fewest requests in flight;
+    it is counted in the infos.
 
     ## Observation Space
     A `Dict` of float32 boxes. `N` is `instances`; docs/features.md lists every number with its unit, range, age and
-    formula.
+    formula. Where not only dispatch is decided, states, migrations and what the request has streamed are in it too.
 
-    | key           | shape   | what                                                                     |
-    | ------------- | ------- | ------------------------------------------------------------------------ |
-    | `instances`   | (N, 24) | one row per slot, 0 for absent instances                                 |
-    | `request`     | (8,)    | the request to be dispatched                                             |
-    | `fleet`       | (11,)   | the fleet as a whole                                                     |
-    | `kind`        | (6,)    | one-hot kind of decision, here always DISPATCH, the first                |
-    | `action_mask` | (N + 1,)| 1 for the actions that are legal; at least one is                        |
+    | key           | shape   | shape, not only dispatch | what                                              |
+    | ------------- | ------- | ------------------------ | ------------------------------------------------- |
+    | `instances`   | (N, 24) | (N, 32)                  | one row per slot, 0 where there is no instance    |
+    | `request`     | (8,)    | (9,)                     | the request to be dispatched or moved, if any     |
+    | `fleet`       | (11,)   | (15,)                    | the fleet as a whole                              |
+    | `kind`        | (6,)    | (6,)                     | one-hot kind of decision                          |
+    | `action_mask` | (N + 1,)| (N + 1,)                 | 1 for the actions that are legal; at least one is |
 
     Instances may be permuted: nothing in the observation depends on their order but the order of rows and mask.
 
     ## Rewards
     Minus the growth since the last decision of, weighted, the seconds that requests wait for their first token (0.1 per
     second), the requests that miss a target of their SLO class (1 each, when the target passes) and the seconds lost to
-    preemption (0.1 per second). `fleetpilot.envs.rewards` has a worked example and says why holding, dumping and
-    waiting for the end do not pay.
+    preemption (0.1 per second). The seconds that instances are billed (starting, ready or draining) and the migrations
+    weigh 0 by default: `reward=RewardWeights(instance_cost=0.01)`. `fleetpilot.envs.rewards` has a worked example and
+    says why holding, dumping and waiting for the end do not pay. A request that fails, which takes the loss of all
+    instances, is a miss.
 
     Decisions are irregular in time: a step's reward is what accrued until the next one, and `info["dt_s"]` says how
     long that was. To discount by time use `exp(-dt_s / tau)`, tau at least two lifetimes of a request: 10 s and more.
 
     Infos of a step: `dt_s`, the components `reward_waiting`, `reward_slo_miss`, `reward_preemption`,
-    `reward_instance_cost`, and `invalid_actions` so far. The last step's also have `episode_metrics`
-    (`fleetpilot.envs.kernel.METRICS`). Infos of a reset: `parameters`, what this episode was drawn to be.
+    `reward_instance_cost`, `reward_migration`, and `invalid_actions` so far. The last step's also have
+    `episode_metrics` (`fleetpilot.envs.kernel.METRICS`). Infos of a reset: `parameters`, what this episode was drawn to
+    be.
 
     ## Starting State
-    A fleet in operation: the first requests (100 per instance) were dispatched by join-shortest-queue. Workload,
-    hardware (coefficients off the profile by up to 20 %), telemetry delay and length are drawn for each episode from
-    the scenario's ranges; `reset(options={"load": 0.9})` pins any of them for one episode.
+    A fleet in operation: the first requests (100 per instance) were dispatched by join-shortest-queue, without moves or
+    scaling. Workload, hardware (coefficients off the profile by up to 20 %), telemetry delay, start-up delay, failures
+    and length are drawn for each episode from the scenario's ranges; `reset(options={"load": 0.9})` pins any of them
+    for one episode.
 
     ## Episode End
     Terminated after a random number of requests, 1,000 per instance on average: the last step lasts until all are
@@ -70,8 +92,10 @@ class FleetEnv(gymnasium.Env[Observations, np.int64]):
     ## Arguments
     `gymnasium.make("fleetpilot.envs:fleetpilot/Dispatch-v0", scenario="steady", instances=16, **changes)`. `scenario`
     is a name (`fleetpilot.envs.scenarios.SCENARIOS`) or a `Scenario`; `changes` set its parameters to a number or a
-    range: `load=0.9`, `cv=(1.0, 4.0)`, `fleet_size=(8, 16)`, `profile="a100-qwen3-8b"`,
-    `reward=RewardWeights(slo_miss=2.0)`. `render_mode` is `ansi` or `rgb_array` (`human` shows the latter in a window
+    range: `load=0.9`, `cv=(1.0, 4.0)`, `fleet_size=(8, 16)`, `losses=1`, `profile="a100-qwen3-8b"`,
+    `rebalancing=Rebalancing(interval_s=1.0)`, `reward=RewardWeights(slo_miss=2.0)`. `kinds` are the kinds of decision
+    that the agent answers, `others` is the baseline that answers what it can of the rest (`llumnix?low=20`); what
+    nobody answers is not asked. `render_mode` is `ansi` or `rgb_array` (`human` shows the latter in a window
     and needs pygame).
 
     ## Vectorized environment
@@ -91,6 +115,8 @@ class FleetEnv(gymnasium.Env[Observations, np.int64]):
         *,
         scenario: str | Scenario = "steady",
         instances: int = 16,
+        kinds: Sequence[str] = ("dispatch",),
+        others: str | None = None,
         **changes: Any,
     ):
         for name, owner in {"num_envs": "make_vec", "autoreset_mode": "make_vec", "max_episode_steps": "make"}.items():
@@ -100,7 +126,15 @@ class FleetEnv(gymnasium.Env[Observations, np.int64]):
                 )
         self.render_mode = render_mode
         self._batch = FleetVectorEnv(
-            1, None, render_mode, AutoresetMode.DISABLED, scenario=scenario, instances=instances, **changes
+            1,
+            None,
+            render_mode,
+            AutoresetMode.DISABLED,
+            scenario=scenario,
+            instances=instances,
+            kinds=kinds,
+            others=others,
+            **changes,
         )
         self.scenario = self._batch.scenario
         self.observation_space = self._batch.single_observation_space

@@ -18,6 +18,7 @@ from fleetpilot.cluster.telemetry import step_end_s
 from fleetpilot.envs.rewards import BILLED_S, COMPONENTS, COSTS, MIGRATIONS, billed_s, write_components
 from fleetpilot.fleet.features import feature_arrays, write_features
 from fleetpilot.fleet.jit import inlined, kernel
+from fleetpilot.fleet.policy import choose_at
 from fleetpilot.fleet.view import STATE_READY
 
 EPISODE = np.dtype(
@@ -114,7 +115,7 @@ def _answer_others(s: Any, e: int, kinds: int, others: Any, instances: Any, requ
     while status == NEED_DECISION and not _is_for(s, e, kinds):
         choice = NIL
         if not _is_of(kinds, env.decision_kind):
-            choice = others(instances[e], request[e : e + 1], fleet[e : e + 1])
+            choice = choose_at(others, instances[e], request[e : e + 1], fleet[e : e + 1])
         cluster.apply(s, e, choice)
         status = cluster.advance(s, e)
     env.invalid = invalid  # the agent's
@@ -143,9 +144,9 @@ def begin_rows(
     """Run freshly loaded rows, these of all, to the first decision after the warm-up that is the agent's.
 
     `s` is the handle of the clusters, `instances`, `request` and `fleet` are their live view, `scratch` is for
-    `write_features`. The compiled policy `warm_up` decides in the warm-up, as far as it answers the kind of decision
-    (`warm_up_kinds`, a bit for each), `others` decides after it what is not of the agent's `kinds`. The first
-    observations are written to the `Outputs` at these rows.
+    `write_features`. The compiled policy at the address `warm_up` decides in the warm-up, as far as it answers the kind
+    of decision (`warm_up_kinds`, a bit for each), that at `others` decides after it what is not of the agent's `kinds`.
+    The first observations are written to the `Outputs` at these rows.
 
     Returns:
         Number of rows whose requests are over before that: their `steps` are -1.
@@ -159,9 +160,9 @@ def begin_rows(
             choice = NIL
             if env.time_s < episode.warmup_s:
                 if _is_of(warm_up_kinds, env.decision_kind):
-                    choice = warm_up(instances[e], request[e : e + 1], fleet[e : e + 1])
+                    choice = choose_at(warm_up, instances[e], request[e : e + 1], fleet[e : e + 1])
             elif not _is_of(kinds, env.decision_kind):
-                choice = others(instances[e], request[e : e + 1], fleet[e : e + 1])
+                choice = choose_at(others, instances[e], request[e : e + 1], fleet[e : e + 1])
             elif _has_choice(s, e):
                 break
             cluster.apply(s, e, choice)
@@ -252,7 +253,7 @@ def step_rows(
     `request` and `fleet` are their live view, `scratch` is this thread's for `write_features`; all arguments after it
     are `Outputs`. `metrics`, (E, METRICS), is written in rows whose episode ends. An action is an instance's slot, or N
     for none; anything else is illegal. The agent answers the decisions of `kinds`, a bit for each, the compiled policy
-    `others` the rest.
+    at the address `others` the rest.
 
     Returns:
         Number of rows whose episode ended; -1 - row where a row got into a state that no decision ends.

@@ -5,6 +5,7 @@ What is drawn is the true state at this moment, which no dispatcher could see; p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,11 +15,12 @@ from numpy.typing import NDArray
 
 from fleetpilot.cluster.batch import ClusterBatch
 from fleetpilot.cluster.kv_cache import blocks_for
-from fleetpilot.cluster.memory import batch_at, engine_at, instance_at, node_at, residency_at, slot_at
+from fleetpilot.cluster.memory import batch_at, engine_at, instance_at, migration_at, node_at, residency_at, slot_at
 from fleetpilot.cluster.prefix_cache import leaf
-from fleetpilot.cluster.state import DECODE, NEVER, NIL, State
+from fleetpilot.cluster.state import DECODE, HANDING_OVER, NEVER, NIL, State
 from fleetpilot.cluster.telemetry import steps_before, used_blocks
 from fleetpilot.fleet.jit import kernel
+from fleetpilot.fleet.view import STATE_ABSENT, STATE_DRAINING, STATE_FAILED, STATE_READY, STATE_STARTING
 
 Picture = NDArray[np.uint8]
 Colour = tuple[int, int, int]
@@ -48,6 +50,10 @@ class InstanceSnapshot:
         kv_cached_blocks: free blocks that still hold what ended requests left, for prefix hits.
         running: the batch.
         waiting: the queue, its head first.
+        state: of its life, as in `fleetpilot.fleet.view`.
+        due_s: when it will be ready, repaired or drained by force; inf for never.
+        moving_blocks: of those in use, blocks for requests that move and are in no batch, or not in this one: reserved
+            for one that is copied here, held by one that has come, or by one that has stopped and is not gone.
     """
 
     kv_capacity_blocks: int
@@ -55,11 +61,30 @@ class InstanceSnapshot:
     kv_cached_blocks: int
     running: tuple[RequestSnapshot, ...]
     waiting: tuple[RequestSnapshot, ...]
+    state: int = STATE_READY
+    due_s: float = math.inf
+    moving_blocks: int = 0
 
     @property
     def shared_blocks(self) -> int:
         """Blocks in use for more than one request: prefixes that they share."""
-        return self.kv_used_blocks - sum(request.held_blocks for request in self.running)
+        return self.kv_used_blocks - self.moving_blocks - sum(request.held_blocks for request in self.running)
+
+
+class MigrationSnapshot(NamedTuple):
+    """One migration in progress.
+
+    Attributes:
+        source: slot.
+        destination: slot.
+        copied_blocks: that are there.
+        stopped: the request has stopped and the last of it is copied.
+    """
+
+    source: int
+    destination: int
+    copied_blocks: int
+    stopped: bool
 
 
 @dataclass(frozen=True)
@@ -74,6 +99,7 @@ class Snapshot:
         finished: requests since the start.
         missed: requests that missed a target, since the start.
         slo_classes: how many there are.
+        migrations: in progress, by source.
     """
 
     time_s: float
@@ -83,6 +109,7 @@ class Snapshot:
     finished: int
     missed: int
     slo_classes: int
+    migrations: tuple[MigrationSnapshot, ...] = ()
 
 
 RENDER_MODES = ["ansi", "rgb_array"]
@@ -117,7 +144,20 @@ def snapshot(batch: ClusterBatch, e: int, *, chosen: int | None = None) -> Snaps
         finished=int(env["finished"]),
         missed=int(env["misses"]),
         slo_classes=int(env["classes"]),
+        migrations=tuple(_migrations(state, these)),
     )
+
+
+def _migrations(state: State, these: slice) -> Iterator[MigrationSnapshot]:
+    for g in range(these.start, these.stop):
+        if state.instance["migration"][g] == g:
+            migration = state.migration[g]
+            yield MigrationSnapshot(
+                source=g - these.start,
+                destination=int(migration["destination"]) - these.start,
+                copied_blocks=int(migration["copied_blocks"]),
+                stopped=bool(migration["phase"] == HANDING_OVER),
+            )
 
 
 @kernel
@@ -136,14 +176,41 @@ def _held_blocks(s: Any, g: int, time_s: float, held: Any) -> int:
             # the step in progress takes room for its token, but for those that sit it out
             tokens = slot.prompt_tokens + slot.generated + decoded - (1 if position >= inst.sitting_out else 0)
             blocks = blocks_for(tokens, engine.block_size)
-        held[position] = blocks - slot.node_blocks
-        node = leaf(slot)
-        while node >= 0:
-            here = residency_at(s, inst.residency0 + node)
-            if here.pins == 1:
-                held[position] += here.blocks
-            node = node_at(s, inst.node0 + node).parent
+        held[position] = blocks - _blocks_of_others(s, inst, slot)
     return used_blocks(s, inst, engine, time_s)
+
+
+@kernel
+def _moving_blocks(s: Any, g: int) -> int:
+    """See `InstanceSnapshot.moving_blocks`."""
+    inst = instance_at(s, g)
+    blocks = inst.reserved_blocks
+    index = inst.incoming
+    while index != NIL:
+        blocks += _blocks_alone(s, inst, engine_at(s, g), slot_at(s, index))
+        index = slot_at(s, index).next
+    if inst.migration == g and migration_at(s, g).phase == HANDING_OVER:
+        blocks += _blocks_alone(s, inst, engine_at(s, g), slot_at(s, migration_at(s, g).slot))
+    return blocks  # type: ignore[no-any-return]
+
+
+@kernel
+def _blocks_alone(s: Any, inst: Any, engine: Any, slot: Any) -> int:
+    """Blocks in use for a decoding request alone that is in no batch."""
+    return blocks_for(slot.prompt_tokens + slot.generated - 1, engine.block_size) - _blocks_of_others(s, inst, slot)
+
+
+@kernel
+def _blocks_of_others(s: Any, inst: Any, slot: Any) -> int:
+    """Of the nodes' blocks that a request has pinned, those that others have pinned too."""
+    blocks = slot.node_blocks
+    node = leaf(slot)
+    while node >= 0:
+        here = residency_at(s, inst.residency0 + node)
+        if here.pins == 1:
+            blocks -= here.blocks
+        node = node_at(s, inst.node0 + node).parent
+    return blocks  # type: ignore[no-any-return]
 
 
 def _instance(batch: ClusterBatch, g: int, time_s: float) -> InstanceSnapshot:
@@ -160,6 +227,9 @@ def _instance(batch: ClusterBatch, g: int, time_s: float) -> InstanceSnapshot:
         kv_cached_blocks=_cached_blocks(state, g, used),
         running=tuple(map(RequestSnapshot, held.tolist(), slots["slo_class"].tolist(), slots["priority"].tolist())),
         waiting=_queue(state, inst["head"]),
+        state=int(inst["life"]),
+        due_s=float(inst["due_s"]),
+        moving_blocks=_moving_blocks(batch.handle, g),
     )
 
 
@@ -204,20 +274,40 @@ _TEXT_BAR = 20
 
 
 def ansi(fleet: Snapshot) -> str:
-    """A table, one line per instance; ``>`` marks the last decision's choice."""
+    """A table, one line per instance; ``>`` marks the last decision's choice.
+
+    An instance that is not ready has its state in the last column, with the seconds that it lasts; a migration is an
+    arrow to its destination or from its source, ``=>`` when the request has stopped.
+    """
     lines = [
         f"time {fleet.time_s:.2f} s   held {len(fleet.held)}   finished {fleet.finished}   missed {fleet.missed}",
         "  instance  KV blocks used / capacity                             running  waiting",
     ]
+    moves: dict[int, str] = {}
+    for migration in fleet.migrations:
+        arrow = "=>" if migration.stopped else "->"
+        moves[migration.source] = f"  {arrow} {migration.destination}  {migration.copied_blocks:,d} copied"
+        moves[migration.destination] = f"  {arrow} from {migration.source}"
     for i, instance in enumerate(fleet.instances):
         share = instance.kv_used_blocks / instance.kv_capacity_blocks
         bar = "#" * round(share * _TEXT_BAR)
         lines.append(
             f"{'>' if i == fleet.chosen else ' '} {i:8d}  {instance.kv_used_blocks:11,d} / "
             f"{instance.kv_capacity_blocks:<11,d} {share:6.1%} [{bar:<{_TEXT_BAR}}]"
-            f" {len(instance.running):8d} {len(instance.waiting):8d}"
+            f" {len(instance.running):8d} {len(instance.waiting):8d}{_state_text(fleet, instance)}{moves.get(i, '')}"
         )
     return "\n".join(lines)
+
+
+STATE_NAMES = {STATE_ABSENT: "absent", STATE_STARTING: "starting", STATE_DRAINING: "draining", STATE_FAILED: "failed"}
+"""Of the states that pictures name."""
+
+
+def _state_text(fleet: Snapshot, instance: InstanceSnapshot) -> str:
+    if instance.state == STATE_READY:
+        return ""
+    left_s = instance.due_s - fleet.time_s
+    return f"  {STATE_NAMES[instance.state]}" + (f" {left_s:.1f} s" if math.isfinite(left_s) else "")
 
 
 # --- picture --------------------------------------------------------------------------------------------------------
@@ -239,6 +329,14 @@ _FAINT_INK: Colour = (120, 120, 116)
 _FREE: Colour = (229, 229, 224)
 _CACHED: Colour = (196, 196, 190)
 _SHARED: Colour = (132, 132, 128)
+_MOVING: Colour = (60, 60, 200)
+_STOPPED: Colour = (200, 30, 30)
+_STATE_INKS: dict[str, Colour] = {
+    "absent": (170, 170, 165),
+    "starting": (0, 120, 60),
+    "draining": (150, 90, 0),
+    "failed": (180, 20, 20),
+}
 _TINTS = (0.0, 0.4, 0.65)  # of priority 0 or less, 1, and 2 or more, towards the paper
 
 _MARGIN = 16
@@ -274,13 +372,22 @@ def rgb(fleet: Snapshot, width: int = 960, height: int = 540) -> Picture:
     picture = np.full((height, width, 3), _PAPER, np.uint8)
     _draw_header(picture, fleet)
     column_width = (width - 2 * _MARGIN + _COLUMN_GAP) // columns
+    thickness = _thickness(row_height)
+    places = [
+        (_MARGIN + i // rows * column_width, _HEADER + i % rows * row_height) for i in range(len(fleet.instances))
+    ]
     for i, instance in enumerate(fleet.instances):
-        x = _MARGIN + i // rows * column_width
-        y = _HEADER + i % rows * row_height
+        x, y = places[i]
         if i % rows == 0:
             _draw_headings(picture, x, column_width - _COLUMN_GAP)
         _draw_instance(picture, x, y, column_width - _COLUMN_GAP, row_height, i, instance, i == fleet.chosen)
-    _draw_legend(picture, fleet.slo_classes)
+    for migration in fleet.migrations:
+        source, destination = (
+            (places[slot][0] + _LABEL + _GUTTER - 8, places[slot][1] + thickness // 2)
+            for slot in (migration.source, migration.destination)
+        )
+        _draw_arc(picture, source, destination, _STOPPED if migration.stopped else _MOVING)
+    _draw_legend(picture, fleet)
     return picture
 
 
@@ -332,7 +439,7 @@ def _draw_headings(picture: Picture, x: int, width: int) -> None:
 def _draw_instance(
     picture: Picture, x: int, y: int, width: int, height: int, slot: int, instance: InstanceSnapshot, chosen: bool
 ) -> None:
-    thickness = max(height - max(2, height // 5), 2)
+    thickness = _thickness(height)
     text_y = y + (thickness - _LINE) // 2
     if thickness >= _LINE:
         _text(picture, x, text_y, f"{slot:3d}", _INK if chosen else _FAINT_INK)
@@ -341,8 +448,47 @@ def _draw_instance(
     if chosen:
         _draw_mark(picture, bar - 3, y, thickness)
     _draw_memory(picture, bar, y, bar_width, thickness, instance)
+    if instance.state in STATE_NAMES:
+        _draw_state(picture, bar, y, bar_width, thickness, STATE_NAMES[instance.state])
     queue = bar + bar_width + 10
     _draw_queue(picture, queue, y, x + width - queue, thickness, instance.waiting)
+
+
+def _thickness(height: int) -> int:
+    """Of a bar in a row of this height."""
+    return max(height - max(2, height // 5), 2)
+
+
+def _draw_state(picture: Picture, x: int, y: int, width: int, height: int, state: str) -> None:
+    """A frame around the bar, hollow but for an instance that drains, and the state's name at its end."""
+    if state != "draining":
+        _fill(picture, x + 1, y + 1, x + width - 1, y + height - 1, _PAPER)
+    for left, top, right, bottom in (
+        (x, y, x + width, y + 1),
+        (x, y + height - 1, x + width, y + height),
+        (x, y, x + 1, y + height),
+        (x + width - 1, y, x + width, y + height),
+    ):
+        _fill(picture, left, top, right, bottom, _STATE_INKS[state])
+    if height >= _LINE + 2:
+        size = _LETTER * len(state)
+        _fill(picture, x + width - size - 6, y + 1, x + width - 1, y + height - 1, _PAPER)
+        _text(picture, x + width - size - 3, y + (height - _LINE) // 2, state.upper(), _STATE_INKS[state])
+
+
+def _draw_arc(picture: Picture, source: tuple[int, int], destination: tuple[int, int], colour: Colour) -> None:
+    """A curve from one row's gutter to another's, bent to the left, with a dot where it comes from and a head."""
+    (x0, y0), (x1, y1) = source, destination
+    points = 2 * (abs(y1 - y0) + abs(x1 - x0)) + 2
+    along = np.linspace(0.0, 1.0, points)
+    bend = min(14.0, 3.0 + abs(y1 - y0) / 8)
+    xs = (x0 + (x1 - x0) * along - bend * 4 * along * (1 - along)).round().astype(int)
+    ys = (y0 + (y1 - y0) * along).round().astype(int)
+    picture[ys, xs] = colour
+    picture[ys, xs + 1] = colour
+    _fill(picture, x0 - 1, y0 - 1, x0 + 3, y0 + 2, colour)
+    for step in range(4):
+        _fill(picture, x1 + 3 - step, y1 - step, x1 + 4 - step, y1 + step + 1, colour)
 
 
 def _draw_memory(picture: Picture, x: int, y: int, width: int, height: int, instance: InstanceSnapshot) -> None:
@@ -381,10 +527,13 @@ def _draw_mark(picture: Picture, x: int, y: int, height: int) -> None:
         _fill(picture, x - half - 1, middle + row, x - abs(row), middle + row + 1, _INK)
 
 
-def _draw_legend(picture: Picture, slo_classes: int) -> None:
+def _draw_legend(picture: Picture, fleet: Snapshot) -> None:
     x, y = _MARGIN, picture.shape[0] - _MARGIN - _LINE
-    swatches = {f"CLASS {k}": PALETTE[k % len(PALETTE)] for k in range(slo_classes)}
-    for name, colour in {**swatches, "SHARED PREFIX": _SHARED, "CACHED": _CACHED, "FREE": _FREE}.items():
+    swatches = {f"CLASS {k}": PALETTE[k % len(PALETTE)] for k in range(fleet.slo_classes)}
+    swatches |= {"SHARED PREFIX": _SHARED, "CACHED": _CACHED, "FREE": _FREE}
+    if fleet.migrations:
+        swatches |= {"MIGRATION": _MOVING, "STOPPED": _STOPPED}
+    for name, colour in swatches.items():
         if name == "CACHED":
             _fill(picture, x, y, x + 11, y + _LINE, _FREE)
             _hatch(picture, x, y, x + 11, y + _LINE)

@@ -194,8 +194,9 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self._shape = num_envs, instances
         self._limits = self.scenario.limits(instances)
         warm_up = _baseline("warm_up", self.scenario.warm_up)
-        self._deciders: tuple[int, Any] = _bits(self._kinds), (other_policy or warm_up).choose
-        self._warm_up: tuple[Any, int] = warm_up.choose, _bits(warm_up.kinds)
+        self._policies = warm_up, other_policy or warm_up  # they must live
+        self._deciders: tuple[int, Any] = _bits(self._kinds), self._policies[1].address
+        self._warm_up: tuple[Any, int] = warm_up.address, _bits(warm_up.kinds)
         self._cluster = ClusterBatch(self.scenario.size(num_envs, instances))
         self._episodes: NDArray[np.void] = np.zeros(num_envs, EPISODE)
         if UNCOMPILED:

@@ -10,8 +10,10 @@ from fleetpilot.envs.scenarios import (
     llumnix,
     long_prefix,
     morning_peak,
+    node_loss,
     slo_1000rps,
     steady,
+    tides,
 )
 
 SCENARIOS: dict[str, Scenario] = {
@@ -24,6 +26,8 @@ SCENARIOS: dict[str, Scenario] = {
         long_prefix.SCENARIO,
         agents.SCENARIO,
         slo_1000rps.SCENARIO,
+        tides.SCENARIO,
+        node_loss.SCENARIO,
         *llumnix.SCENARIOS,
     )
 }

@@ -68,7 +68,7 @@ def test_pinning_one_parameter_leaves_the_other_draws_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lod": 0.5}, "option of scenario 'steady' 'lod' is not known; expected one of cv, fleet_size, "),
+        ({"lod": 0.5}, "option of scenario 'steady' 'lod' is not known; expected one of cv, failures_per_hour, "),
         ({"load": "high"}, "load = 'high': expected a number from 0.01 to 3"),
         ({"load": True}, "load = True"),
         ({"load": float("nan")}, "load = nan"),

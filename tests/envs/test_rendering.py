@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from fleetpilot.cluster import ClusterBatch, FleetConfig, Telemetry, kernel, loading
+from fleetpilot.cluster import ClusterBatch, FleetConfig, Telemetry, kernel, loading, telemetry
+from fleetpilot.cluster.config import Rebalancing, Scaling
 from fleetpilot.cluster.state import NEED_DECISION
+from fleetpilot.envs import FleetVectorEnv
 from fleetpilot.envs.rendering import (
     PALETTE,
     InstanceSnapshot,
+    MigrationSnapshot,
     RequestSnapshot,
     Snapshot,
     ansi,
@@ -24,6 +28,14 @@ from fleetpilot.envs.rendering import (
 )
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.slo import CHAT, TIGHT
+from fleetpilot.fleet.view import (
+    KIND_SCALE,
+    STATE_ABSENT,
+    STATE_DRAINING,
+    STATE_FAILED,
+    STATE_READY,
+    STATE_STARTING,
+)
 from fleetpilot.workloads import workload
 
 INSTANCES = 4
@@ -45,7 +57,7 @@ def scarce_memory(profile: str, uri: str) -> ClusterBatch:
     )
     rows, nodes = loading.row_records(table), loading.node_records(table)
     size = loading.capacity_for(
-        [fleet] * 2, len(rows), len(rows), len(nodes), int(rows["closed"].sum()), track_targets=True
+        [fleet] * 2, len(rows), len(rows), len(nodes), int(rows["closed"].sum()), track_targets=True, samples=INSTANCES
     )
     batch = ClusterBatch(size)
     batch.load(1, fleet, rows, nodes, seed=0, stop_s=np.inf)
@@ -69,7 +81,7 @@ RUNS = pytest.mark.parametrize("run", [CHUNKED, PREFILL_FIRST], ids=["chunked", 
 
 
 @RUNS
-def test_a_snapshot_agrees_with_reports_costs_and_pins(run: tuple[str, str]) -> None:
+def test_a_snapshot_agrees_with_samples_costs_and_pins(run: tuple[str, str]) -> None:
     batch = scarce_memory(*run)
     costs = np.empty(kernel.COSTS)
     seen = {"waiting": 0, "held": 0, "missed": 0, "shared": 0, "cached": 0, "class 1": 0}
@@ -78,11 +90,13 @@ def test_a_snapshot_agrees_with_reports_costs_and_pins(run: tuple[str, str]) -> 
         kernel.costs(batch.handle, 1, costs)
         assert (fleet.missed, fleet.finished, fleet.time_s) == (costs[1], costs[3], costs[6])
         assert len(fleet.held) == batch.view.fleet["held"][1]
-        view = batch.view.instances[1]
+        batch.state.counts["samples"] = 0
+        telemetry.sample(batch.handle, 1, fleet.time_s)
         for i, instance in enumerate(fleet.instances):
-            assert instance.kv_capacity_blocks - instance.kv_used_blocks == view["free_blocks"][i]
-            assert (len(instance.running), len(instance.waiting)) == (view["batched"][i], view["queued"][i])
-            assert 0 <= instance.kv_cached_blocks <= view["free_blocks"][i]
+            sample = batch.state.sample[i]
+            assert instance.kv_capacity_blocks - instance.kv_used_blocks == sample["free_blocks"]
+            assert (len(instance.running), len(instance.waiting)) == (sample["running"], sample["waiting"])
+            assert 0 <= instance.kv_cached_blocks <= sample["free_blocks"]
             assert instance.shared_blocks == blocks_of_shared_nodes(batch, i)
             seen["waiting"] += len(instance.waiting)
             seen["shared"] += instance.shared_blocks
@@ -110,6 +124,48 @@ def test_progress_within_a_leap_is_that_of_single_steps(run: tuple[str, str]) ->
     stepping.state.env["leap"] = 0
     for chosen, same in zip(decisions(leaping), decisions(stepping), strict=True):
         assert snapshot(leaping, 1, chosen=chosen) == snapshot(stepping, 1, chosen=same)
+
+
+def test_blocks_of_moving_requests_are_neither_shared_nor_lost() -> None:
+    """Migrations in every phase, drains, start-ups and failures: what is in use is somebody's."""
+    envs = FleetVectorEnv(
+        1,
+        scenario="steady",
+        instances=INSTANCES,
+        kinds=["dispatch", "source", "destination", "scale"],
+        profile=load_profile("h100-llama-3.1-8b").replace(kv_blocks=3_000, max_model_len=16_384),
+        rebalancing=Rebalancing(bandwidth_bytes_per_s=3e8),
+        scaling=Scaling(interval_s=1.0, first_s=1.0),
+        failures_per_hour=360.0,
+        repair_s=3.0,
+        start_up_s=2.0,
+        scored_requests=100,
+        warmup_requests=20,
+        autoreset_mode=AutoresetMode.SAME_STEP,
+    )
+    rng = np.random.default_rng(0)
+    envs.reset(seed=0)
+    seen: dict[Any, int] = {}
+    for _ in range(4_000):
+        masks = envs.action_masks()
+        if rng.random() < 0.8 and masks[0, :-1].any() and envs._cluster.view.fleet["kind"][0] != KIND_SCALE:
+            masks[0, -1] = False
+        envs.step(np.argmax(masks * rng.random(masks.shape), axis=1))
+        fleet = snapshot(envs._cluster, 0)
+        for i, instance in enumerate(fleet.instances):
+            state = envs._cluster.state.instance[i]
+            nodes = slice(state["residency0"], state["residency0"] + envs._cluster.size.nodes)
+            residency = envs._cluster.state.residency[nodes]
+            assert instance.shared_blocks == residency["blocks"][residency["pins"] > 1].sum()
+            assert instance.state == envs._cluster.view.instances["state"][0, i]
+            assert (instance.moving_blocks > 0) <= (instance.state in (STATE_READY, STATE_DRAINING))
+            seen[instance.state] = seen.get(instance.state, 0) + 1
+        for migration in fleet.migrations:
+            assert migration.source != migration.destination
+            seen[migration.stopped] = seen.get(migration.stopped, 0) + 1
+            ends = {fleet.instances[end].state for end in (migration.source, migration.destination)}
+            assert ends <= {STATE_READY, STATE_DRAINING}
+    assert {True, False, STATE_ABSENT, STATE_STARTING, STATE_READY, STATE_DRAINING, STATE_FAILED} == set(seen)
 
 
 def fleet_of(*instances: InstanceSnapshot, **fields: Any) -> Snapshot:
@@ -140,6 +196,65 @@ def test_the_table_has_a_line_per_instance() -> None:
     assert first.split() == ["0", "0", "/", "1,000", "0.0%", "[", "]", "0", "0"]
     assert second.split() == [">", "1", "700", "/", "1,000", "70.0%", "[##############", "]", "2", "3"]
     assert len(first) == len(second)
+
+
+def test_the_table_says_what_is_not_ready_and_what_moves() -> None:
+    fleet = fleet_of(
+        replace(IDLE, state=STATE_ABSENT),
+        replace(IDLE, state=STATE_STARTING, due_s=15.0),
+        replace(BUSY, state=STATE_DRAINING),
+        BUSY,
+        replace(IDLE, state=STATE_FAILED, due_s=72.5),
+        BUSY,
+        BUSY,
+        migrations=(MigrationSnapshot(2, 3, 1_500, False), MigrationSnapshot(5, 6, 20, True)),
+    )
+    ends = [line.split()[-5:] for line in ansi(fleet).split("\n")[2:]]
+    assert ends[0][-1] == "absent"
+    assert ends[1][-3:] == ["starting", "2.5", "s"]
+    assert ends[2] == ["draining", "->", "3", "1,500", "copied"]
+    assert ends[3][-3:] == ["->", "from", "2"]
+    assert ends[4][-3:] == ["failed", "60.0", "s"]
+    assert ends[5][-4:] == ["=>", "6", "20", "copied"]
+    assert ends[6][-3:] == ["=>", "from", "5"]
+
+
+@pytest.mark.parametrize("state", [STATE_ABSENT, STATE_STARTING, STATE_DRAINING, STATE_FAILED])
+def test_each_state_looks_different_and_only_its_own_row(state: int) -> None:
+    ready = rgb(fleet_of(*[BUSY] * 8))
+    pictures = {s: rgb(fleet_of(*[BUSY] * 3, replace(BUSY, state=s), *[BUSY] * 4)) for s in range(5)}
+    assert all((pictures[state] != pictures[s]).any() for s in range(5) if s != state)
+    rows = np.flatnonzero((pictures[state] != ready).any(axis=(1, 2)))
+    assert rows.max() - rows.min() < 50
+    kept = pixels(pictures[state], PALETTE[0]).sum() / pixels(ready, PALETTE[0]).sum()
+    assert (kept > 0.95) == (state == STATE_DRAINING)  # its requests are still to be seen
+
+
+@pytest.mark.parametrize("instances", [2, 16, 64, 300])
+def test_a_migration_is_an_arc_in_the_gutter_between_its_ends(instances: int) -> None:
+    still = rgb(fleet_of(*[BUSY] * instances))
+    source, destination = 0, instances - 1
+    moving, stopped, back = (
+        rgb(fleet_of(*[BUSY] * instances, migrations=(MigrationSnapshot(*ends, 5, how),)))
+        for ends, how in (
+            ((source, destination), False),
+            ((source, destination), True),
+            ((destination, source), False),
+        )
+    )
+    legend = still.shape[0] - 30
+    changed = (moving != still).any(axis=2)[:legend]
+    bars = pixels(still, PALETTE[0])[:legend]
+    if instances <= 16:
+        assert not (changed & bars).any()
+    rows = np.flatnonzero(changed.any(axis=1))
+    assert len(rows) > 20
+    assert (moving != stopped)[:legend].any()
+    assert (moving != back)[:legend].any()
+    alone = rgb(fleet_of(*[BUSY] * instances, chosen=destination))
+    marked = np.flatnonzero((alone != still).any(axis=(1, 2)))
+    assert rows.min() <= marked.min() + 40
+    assert rows.max() <= still.shape[0] - 30
 
 
 def test_a_bar_is_as_long_as_its_blocks() -> None:

@@ -13,25 +13,24 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fleetpilot.fleet.features import (
-    FLEET_FEATURES,
-    INSTANCE_FEATURES,
     KINDS,
     QUANTITIES,
-    REQUEST_FEATURES,
+    STATES,
     Feature,
     features,
+    features_for,
     sources,
 )
 from fleetpilot.fleet.view import (
     INSTANCE_FIELDS,
     INSTANCE_VIEW,
-    STATE_ABSENT,
     STATE_READY,
     FleetView,
     empty_view,
 )
 
 ROOT = Path(__file__).parents[2]
+ALL_KINDS = range(len(KINDS))
 
 COUNTS = [f.name for f in INSTANCE_FIELDS if f.dtype == "f8" and f.source in ("poll", "ledger", "prefix index")]
 
@@ -52,11 +51,14 @@ def random_view(seed: int, batch: int = 3, instances: int = 7) -> FleetView:
     i["decode_s_per_seq"] = 1e-4
     i["free_blocks"] = np.floor(rng.random(i.shape) * i["kv_capacity_blocks"])
     i["candidate"] = rng.random(i.shape) < 0.8
-    i["state"] = np.where(rng.random(i.shape) < 0.8, STATE_READY, STATE_ABSENT)
-    i[i["state"] == STATE_ABSENT] = np.zeros((), INSTANCE_VIEW)
-    r["prompt_tokens"] = rng.integers(1, 100_000, batch)
-    i["matched_tokens"] = np.floor(rng.random(i.shape) * r["prompt_tokens"][:, None]) * (i["state"] == STATE_READY)
+    i["state"] = np.where(rng.random(i.shape) < 0.6, STATE_READY, rng.integers(0, len(STATES), i.shape))
+    i["migrating"] = rng.random(i.shape) < 0.3
+    nowhere = rng.random(i.shape) < 0.2
+    i[nowhere] = np.zeros((), INSTANCE_VIEW)
+    r["prompt_tokens"] = rng.integers(1, 100_000, batch) * (rng.random(batch) < 0.8)  # 0: no request
+    i["matched_tokens"] = np.floor(rng.random(i.shape) * r["prompt_tokens"][:, None]) * ~nowhere
     r["predicted_output_tokens"] = rng.integers(1, 5_000, batch)
+    r["streamed_tokens"] = rng.integers(0, 5_000, batch)
     r["priority"] = rng.integers(-3, 4, batch)
     r["ttft_target_s"] = rng.choice([0.175, 30.0, np.inf], batch)
     r["tpot_target_s"] = rng.choice([0.04, np.inf], batch)
@@ -81,6 +83,7 @@ class Record:
 def by_formula(feature: Feature, view: FleetView, row: int) -> NDArray[np.float64]:
     """What the table says: () or (N,)."""
     chosen = view.candidates[row]
+    exists = view.instances["kv_capacity_blocks"][row] > 0
 
     def over_candidates(how: Any) -> Any:
         return lambda x: how(np.broadcast_to(x, chosen.shape)[chosen]) if chosen.any() else 0.0
@@ -96,6 +99,8 @@ def by_formula(feature: Feature, view: FleetView, row: int) -> NDArray[np.float6
         "most": over_candidates(np.max),
         "lower": lambda x: (np.float32(x)[chosen][None] < np.float32(x)[:, None]).sum(axis=1) / max(chosen.sum(), 1),
         "max": np.maximum,
+        "part": lambda x: x[exists].mean() if exists.any() else 0.0,
+        **STATES,
         "candidates": float(chosen.sum()),
     }
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -105,17 +110,16 @@ def by_formula(feature: Feature, view: FleetView, row: int) -> NDArray[np.float6
     return np.clip(value, feature.low, feature.high)
 
 
-@pytest.mark.parametrize(
-    ("key", "table"), [("instances", INSTANCE_FEATURES), ("request", REQUEST_FEATURES), ("fleet", FLEET_FEATURES)]
-)
+@pytest.mark.parametrize("key", ["instances", "request", "fleet"])
 @given(seed=st.integers(0, 2**32 - 1))
-def test_every_feature_is_what_its_formula_says(key: str, table: tuple[Feature, ...], seed: int) -> None:
+def test_every_feature_is_what_its_formula_says(key: str, seed: int) -> None:
     view = random_view(seed)
-    got = features(view)[key]
+    got = features(view, ALL_KINDS)[key]
+    table = features_for(ALL_KINDS)[key]
     assert got.shape[-1] == len(table)
     assert got.dtype == np.float32
     for row in range(len(view)):
-        present = view.instances["state"][row] != STATE_ABSENT
+        present = view.instances["kv_capacity_blocks"][row] > 0
         for place, feature in enumerate(table):
             expected = by_formula(feature, view, row)
             values = got[row, ..., place]
@@ -127,8 +131,8 @@ def test_every_feature_is_what_its_formula_says(key: str, table: tuple[Feature, 
 
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_feature_stays_in_its_range(seed: int) -> None:
-    arrays = features(random_view(seed))
-    for key, table in {"instances": INSTANCE_FEATURES, "request": REQUEST_FEATURES, "fleet": FLEET_FEATURES}.items():
+    arrays = features(random_view(seed), ALL_KINDS)
+    for key, table in features_for(ALL_KINDS).items():
         low, high = (np.array([getattr(f, end) for f in table], np.float32) for end in ("low", "high"))
         assert np.all((low <= arrays[key]) & (arrays[key] <= high))
 
@@ -137,12 +141,20 @@ def test_every_feature_stays_in_its_range(seed: int) -> None:
 def test_permuted_instances_permute_their_rows_and_change_nothing_else(seed: int) -> None:
     view = random_view(seed)
     order = np.random.default_rng(seed).permutation(view.instances.shape[1])
-    permuted = features(FleetView(view.instances[:, order], view.request, view.fleet))
-    original = features(view)
+    permuted = features(FleetView(view.instances[:, order], view.request, view.fleet), ALL_KINDS)
+    original = features(view, ALL_KINDS)
     np.testing.assert_allclose(permuted["instances"], original["instances"][:, order], rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(permuted["action_mask"][:, :-1], original["action_mask"][:, order])
     for key in ("request", "fleet", "kind"):
         np.testing.assert_allclose(permuted[key], original[key], rtol=1e-6, atol=1e-6)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_who_only_dispatches_reads_the_first_of_them(seed: int) -> None:
+    view = random_view(seed)
+    more = features(view, ALL_KINDS)
+    for key, few in features(view).items():
+        np.testing.assert_array_equal(few, more[key][..., : few.shape[-1]])
 
 
 def test_the_mask_names_the_legal_choices() -> None:
@@ -167,12 +179,12 @@ def test_identities_are_not_read() -> None:
     other.fleet["time_s"] = 1e6
     other.fleet["random_key"] = 12345
     other.fleet["decisions"] = 999
-    for key, array in features(view).items():
-        np.testing.assert_array_equal(array, features(other)[key])
+    for key, array in features(view, ALL_KINDS).items():
+        np.testing.assert_array_equal(array, features(other, ALL_KINDS)[key])
 
 
 def test_names_are_unique_and_sources_known() -> None:
-    for table in (INSTANCE_FEATURES, REQUEST_FEATURES, FLEET_FEATURES):
+    for table in features_for(ALL_KINDS).values():
         names = [feature.name for feature in table]
         assert len(set(names)) == len(names)
         for feature in table:
