@@ -15,6 +15,10 @@ REQUEST_CHOICES = ("last", "shortest", "longest", "lowest_priority")
 or the one of the largest priority value, the shortest of those."""
 
 
+PROTOCOLS = ("llumnix", "vllm")
+"""How a running request moves (docs/model.md)."""
+
+
 @dataclass(frozen=True)
 class Telemetry:
     """How old the dispatcher's knowledge of an engine is.
@@ -50,6 +54,7 @@ class Rebalancing:
         interval_s: the policy is asked at multiples of this.
         max_pairs: most migrations that one tick may begin; None for no limit.
         choice: which request leaves a source: one of `REQUEST_CHOICES`.
+        protocol: ``llumnix``, or ``vllm``, what stock engines can do (chunked prefill and a prefix cache are needed).
         round_trip_s: added to the copy of each stage.
         bandwidth_bytes_per_s: of the link between two instances.
         slowdown: factor on the iterations of both ends while copying goes on.
@@ -62,6 +67,7 @@ class Rebalancing:
     interval_s: float = 0.2
     max_pairs: int | None = None
     choice: str = "last"
+    protocol: str = "llumnix"
     round_trip_s: float = 0.012
     bandwidth_bytes_per_s: float = 2.6e9
     slowdown: float = 1.01
@@ -75,6 +81,7 @@ class Rebalancing:
         _expect(self, "slowdown", "a finite factor >= 1", lambda value: math.isfinite(value) and value >= 1)
         _expect(self, "max_pairs", "at least 1, or None", lambda value: value is None or value >= 1)
         _expect(self, "choice", f"one of {', '.join(REQUEST_CHOICES)}", REQUEST_CHOICES.__contains__)
+        _expect(self, "protocol", "llumnix or vllm", PROTOCOLS.__contains__)
         _expect(self, "max_stages", "at least 2: the last is never the first", lambda value: value >= 2)
         _expect(self, "last_stage_blocks", "at least 1", lambda value: value >= 1)
 
@@ -182,6 +189,11 @@ class FleetConfig:
         ):
             if most > len(self.profiles):
                 raise ValueError(f"{name} = {most}: expected at most {len(self.profiles)}, the instances")
+        for profile in self.profiles if self.rebalancing and self.rebalancing.protocol == "vllm" else ():
+            if profile.scheduler != "chunked" or not profile.prefix_cache:
+                raise ValueError(
+                    f"protocol = 'vllm' with {profile.name}: expected engines with chunked prefill and a prefix cache"
+                )
         for _, instance in self.failures.at if self.failures else ():
             if instance >= len(self.profiles):
                 raise ValueError(f"a failure of instance {instance}: expected 0 to {len(self.profiles) - 1}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from fleetpilot.cluster.state import HANDING_OVER, IDLE, NEVER, NIL, State, as_records
+from fleetpilot.cluster.state import HANDING_OVER, IDLE, NEVER, NIL, PROTOCOL_VLLM, State, as_records
 
 
 def check(state: State, e: int = 0) -> None:
@@ -53,6 +53,15 @@ def _between(s: State, g: int) -> list[int]:
     return [*([int(s.migration[g].slot)] if stopped else []), *_list(s, inst.incoming)]
 
 
+def _copied_blocks(s: State, g: int) -> int:
+    """Blocks that a copy in progress to the instance holds for itself (protocol `vllm`)."""
+    source = s.instance[g].migration
+    if source in (NIL, g) or s.migration[source].shadow == NIL:
+        return 0
+    shadow = s.slot[s.migration[source].shadow]
+    return int(shadow.held_blocks - shadow.node_blocks)
+
+
 def _batch(s: State, g: int) -> list[int]:
     inst = s.instance[g]
     return [int(s.batch[inst.batch0 + position].slot) for position in range(inst.in_batch)]
@@ -88,8 +97,10 @@ def _check_blocks(s: State, g: int) -> None:
     private = sum(_held_blocks(s, g, position) for position in range(inst.in_batch))
     for index in _between(s, g):
         slot = s.slot[index]
+        if s.env[inst.env].protocol == PROTOCOL_VLLM:
+            continue  # it holds nothing any more
         private += -(-(int(slot.prompt_tokens + slot.generated) - 1) // int(engine.block_size)) - int(slot.node_blocks)
-    private += int(inst.reserved_blocks)
+    private += int(inst.reserved_blocks) + _copied_blocks(s, g)
     total = int(inst.free_blocks) + unpinned + pinned + private
     assert inst.free_blocks >= 0, f"instance {g}: {inst.free_blocks} free blocks"
     assert total == engine.kv_blocks, (

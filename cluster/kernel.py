@@ -90,6 +90,11 @@ def _start(s: Any, env: Any, g: int, time_s: float) -> None:
         prefill, attention = schedule(s, inst, engine, time_s)
         if not all_preempted(inst, prefill):
             break
+    if inst.guest_tokens > 0:
+        prefill += inst.guest_tokens if inst.in_batch > 0 else 0
+        attention += inst.guest_attention
+        inst.guest_tokens = 0
+        inst.guest_attention = 0.0
     next_at(s, g).streamed_until_s = -np.inf
     if inst.in_batch == 0:
         inst.doing = IDLE
@@ -246,7 +251,7 @@ def boundary(s: Any, e: int, g: int, time_s: float) -> None:
         if inst.first_finish_step <= inst.steps_done:
             _finish_due(s, e, g, time_s)
     if inst.stopping != 0:
-        migration.stop(s, env, g, time_s)
+        migration.at_boundary(s, env, g, time_s)
         lifecycle.leave_if_drained(s, env, migration_at(s, g).destination, time_s)
         env.next_event_s = min(env.next_event_s, migration_at(s, g).end_s)
     _start(s, env, g, time_s)
@@ -361,6 +366,7 @@ def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     slot.restarts = 0
     slot.restart_tokens = 0
     slot.downtime_s = 0.0
+    slot.stopped_s = np.nan
     slot.started = 0
     slot.sat_out = 0
     slot.missed = 0

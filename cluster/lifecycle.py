@@ -30,6 +30,7 @@ from fleetpilot.cluster.state import (
     IDLE,
     NEVER,
     NIL,
+    PROTOCOL_VLLM,
     SOURCE_DIED,
 )
 from fleetpilot.cluster.unstarted import leave_unstarted
@@ -157,6 +158,8 @@ def _forget(s: Any, env: Any, g: int, time_s: float) -> None:
     inst.scheduled.preempted = 0
     inst.reported = inst.scheduled
     inst.uneven = 0
+    inst.guest_tokens = 0
+    inst.guest_attention = 0.0
     inst.changed = 1
     inst.doing = IDLE
     inst.steps = 0
@@ -194,6 +197,7 @@ def _send_back(s: Any, env: Any, index: int) -> None:
     slot.dead_blocks = 0
     slot.preempted_s = np.nan
     slot.sat_out = 0
+    slot.stopped_s = np.nan
     slot.due_s = env.time_s
     slot.next = NIL
     if env.returned_head == NIL:
@@ -214,10 +218,13 @@ def _clear(s: Any, env: Any, g: int, time_s: float) -> None:
         migration = migration_at(s, source)
         other = source if source != g else migration.destination
         interrupt(s, env, other, time_s)
-        if source == g and migration.phase == HANDING_OVER:
+        handing_over = migration.phase == HANDING_OVER
+        on_its_way = handing_over and env.protocol == PROTOCOL_VLLM
+        if handing_over and (source == g) != on_its_way:
             stopped = migration.slot
-        moves.abort(s, env, source, SOURCE_DIED if source == g else DESTINATION_DIED, time_s)
-        leave_if_drained(s, env, other, time_s)
+        if source != g or not on_its_way:  # else it has left this instance, and arrives
+            moves.abort(s, env, source, SOURCE_DIED if source == g else DESTINATION_DIED, time_s)
+            leave_if_drained(s, env, other, time_s)
     for position in range(inst.in_batch):
         entry = batch_at(s, inst.batch0 + position)
         if entry.finish_step != NEVER:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.cluster.config import REQUEST_CHOICES, Failures, FleetConfig
+from fleetpilot.cluster.config import PROTOCOLS, REQUEST_CHOICES, Failures, FleetConfig
 from fleetpilot.cluster.state import (
     ENGINE,
     MODE_CHUNKED,
@@ -303,6 +303,7 @@ def _load_moves(env: NDArray[np.void], fleet: FleetConfig, kinds: Collection[int
     env["rebalance_interval_s"] = moves.interval_s
     env["max_pairs"] = len(fleet.profiles) if moves.max_pairs is None else moves.max_pairs
     env["request_choice"] = REQUEST_CHOICES.index(moves.choice)
+    env["protocol"] = PROTOCOLS.index(moves.protocol)
     for name in ("round_trip_s", "bandwidth_bytes_per_s", "slowdown", "max_stages", "last_stage_blocks"):
         env[name] = getattr(moves, name)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpilot.cluster import prefix_cache
+from fleetpilot.cluster import prefix_cache, stock_migration
 from fleetpilot.cluster.iterations import interrupt
 from fleetpilot.cluster.kv_cache import available_blocks, blocks_for, release, take
 from fleetpilot.cluster.memory import (
@@ -42,6 +42,9 @@ from fleetpilot.cluster.state import (
     NIL,
     NO_SPACE,
     PREEMPTED,
+    PROBED,
+    PROBING,
+    PROTOCOL_VLLM,
     STOPPING,
     TOO_LONG,
 )
@@ -173,16 +176,34 @@ def begin(s: Any, e: int, g: int, destination: int) -> None:
         _log(s, env, g, MOVED, env.time_s)
         return
     engine = engine_at(s, g)
-    blocks = _computed(inst, slot) // engine.block_size
-    if not _reserve(s, env, destination, blocks):
-        _log(s, env, g, NO_SPACE, env.time_s)
-        return
-    migration.phase = COPYING
+    migration.shadow = NIL
+    if env.protocol == PROTOCOL_VLLM:
+        migration.shadow = stock_migration.take_shadow(s, env, index)
+        if migration.shadow == NIL:
+            _log(s, env, g, NO_SPACE, env.time_s)
+            return
+        _await_boundary(s, env, g, PROBING)
+    else:
+        blocks = _computed(inst, slot) // engine.block_size
+        if not _reserve(s, env, destination, blocks):
+            _log(s, env, g, NO_SPACE, env.time_s)
+            return
+        migration.phase = COPYING
+        _copy(s, env, g, blocks, env.time_s)
     inst.migration = g
     instance_at(s, destination).migration = g
     inst.changed = 1
     instance_at(s, destination).changed = 1
-    _copy(s, env, g, blocks, env.time_s)
+
+
+@inlined
+def _await_boundary(s: Any, env: Any, g: int, phase: int) -> None:
+    """The migration from `g` goes on at the instance's next boundary."""
+    migration = migration_at(s, g)
+    migration.phase = phase
+    migration.end_s = np.inf
+    instance_at(s, g).stopping = 1
+    env.stopping += 1
 
 
 @inlined
@@ -248,11 +269,16 @@ def end_stage(s: Any, env: Any, g: int, time_s: float) -> None:
     migration = migration_at(s, g)
     migration.copied_blocks += migration.stage_blocks
     migration.stage_blocks = 0
-    if migration.phase == HANDING_OVER:
-        _commit(s, env, g, time_s)
-        return
     interrupt(s, env, g, time_s)
     interrupt(s, env, migration.destination, time_s)
+    if migration.phase == HANDING_OVER:
+        if env.protocol == PROTOCOL_VLLM:
+            _resume(s, env, g, time_s)
+        else:
+            _commit(s, env, g, time_s)
+        return
+    if env.protocol == PROTOCOL_VLLM:
+        stock_migration.end_copy(s, g)
     outcome = _gone(s, migration)
     if outcome != NIL:
         abort(s, env, g, outcome, time_s)
@@ -260,12 +286,11 @@ def end_stage(s: Any, env: Any, g: int, time_s: float) -> None:
     inst, engine = instance_at(s, g), engine_at(s, g)
     computed = _computed(inst, slot_at(s, migration.slot))
     if blocks_for(computed, engine.block_size) - migration.copied_blocks <= env.last_stage_blocks:
-        migration.phase = STOPPING
-        migration.end_s = np.inf
-        inst.stopping = 1
-        env.stopping += 1
+        _await_boundary(s, env, g, STOPPING)
     elif migration.stages >= env.max_stages - 1:
         abort(s, env, g, TOO_LONG, time_s)
+    elif env.protocol == PROTOCOL_VLLM:
+        _await_boundary(s, env, g, PROBING)
     else:
         blocks = computed // engine.block_size - migration.copied_blocks
         if _reserve(s, env, migration.destination, blocks):
@@ -284,8 +309,8 @@ def _gone(s: Any, migration: Any) -> int:
 
 
 @kernel
-def stop(s: Any, env: Any, g: int, time_s: float) -> None:
-    """A boundary of the source: the request leaves its batch and the rest of it is copied."""
+def at_boundary(s: Any, env: Any, g: int, time_s: float) -> None:
+    """The boundary of the source that the migration waited for: a probe, what follows it, or the request stops."""
     migration = migration_at(s, g)
     inst, engine = instance_at(s, g), engine_at(s, g)
     inst.stopping = 0
@@ -295,25 +320,61 @@ def stop(s: Any, env: Any, g: int, time_s: float) -> None:
     interrupt(s, env, migration.destination, seen_s)
     outcome = _gone(s, migration)
     if outcome == NIL:
-        slot = slot_at(s, migration.slot)
-        blocks = blocks_for(_computed(inst, slot), engine.block_size) - migration.copied_blocks
-        if _reserve(s, env, migration.destination, blocks):
-            position = inst.in_batch - 1
-            while batch_at(s, inst.batch0 + position).slot != migration.slot:
-                position -= 1
-            if slot.sat_out == 0:
-                slot.joined_s = max(slot.joined_s, inst.last_decode_s)
-            leave_decodes(s, inst, engine, slot)
-            remove(s, inst, position)
-            inst.first_finish_step = first_finish(s, inst)
-            inst.changed = 1
-            slot.stopped_s = time_s
-            migration.stop_s = time_s
-            migration.phase = HANDING_OVER
-            _copy(s, env, g, blocks, time_s)
+        computed = _computed(inst, slot_at(s, migration.slot))
+        if migration.phase == PROBING:
+            went_on = _probe(s, env, g, computed)
+        elif migration.phase == PROBED:
+            blocks = computed // engine.block_size
+            went_on = stock_migration.begin_copy(s, g, blocks)
+            if went_on:
+                migration.phase = COPYING
+                _copy(s, env, g, blocks - migration.copied_blocks, time_s)
+        elif env.protocol == PROTOCOL_VLLM:
+            _take_out(s, g, time_s)
+            release(s, inst, engine, migration.slot, computed, blocks_for(computed, engine.block_size), False)
+            migration.end_s = time_s + env.round_trip_s
+            went_on = True
+        else:
+            blocks = blocks_for(computed, engine.block_size) - migration.copied_blocks
+            went_on = _reserve(s, env, migration.destination, blocks)
+            if went_on:
+                _take_out(s, g, time_s)
+                _copy(s, env, g, blocks, time_s)
+        if went_on:
             return
         outcome = NO_SPACE
     abort(s, env, g, outcome, time_s)
+
+
+@inlined
+def _probe(s: Any, env: Any, g: int, computed: int) -> bool:
+    """A request of one token that shares the blocks of the one that moves takes a seat for one iteration."""
+    inst = instance_at(s, g)
+    if inst.in_batch >= engine_at(s, g).max_num_seqs:
+        return False
+    stock_migration.ask_for_one_token(inst, computed)
+    _await_boundary(s, env, g, PROBED)
+    return True
+
+
+@inlined
+def _take_out(s: Any, g: int, time_s: float) -> None:
+    """The request stops: it leaves the source's batch."""
+    migration = migration_at(s, g)
+    inst, engine = instance_at(s, g), engine_at(s, g)
+    slot = slot_at(s, migration.slot)
+    position = inst.in_batch - 1
+    while batch_at(s, inst.batch0 + position).slot != migration.slot:
+        position -= 1
+    if slot.sat_out == 0:
+        slot.joined_s = max(slot.joined_s, inst.last_decode_s)
+    leave_decodes(s, inst, engine, slot)
+    remove(s, inst, position)
+    inst.first_finish_step = first_finish(s, inst)
+    inst.changed = 1
+    slot.stopped_s = time_s
+    migration.stop_s = time_s
+    migration.phase = HANDING_OVER
 
 
 @inlined
@@ -333,14 +394,17 @@ def abort(s: Any, env: Any, g: int, outcome: int, time_s: float) -> None:
     """Both sides are brought to the present already; the destination forgets what it holds for the request."""
     migration = migration_at(s, g)
     inst, other = instance_at(s, g), instance_at(s, migration.destination)
-    if migration.phase == STOPPING and inst.stopping != 0:
+    if inst.stopping != 0:
         inst.stopping = 0
         env.stopping -= 1
-    blocks = migration.copied_blocks + migration.stage_blocks
-    other.free_blocks += blocks
-    other.reserved_blocks -= blocks
-    if outcome == DESTINATION_DIED and migration.phase == HANDING_OVER:
-        _await_join(s, g, migration.slot, time_s)
+    if env.protocol == PROTOCOL_VLLM:
+        stock_migration.drop_shadow(s, env, g)
+    else:
+        blocks = migration.copied_blocks + migration.stage_blocks
+        other.free_blocks += blocks
+        other.reserved_blocks -= blocks
+        if outcome == DESTINATION_DIED and migration.phase == HANDING_OVER:
+            _await_join(s, g, migration.slot, time_s)
     _log(s, env, g, outcome, time_s)
     _end(s, env, g)
 
@@ -368,8 +432,6 @@ def _commit(s: Any, env: Any, g: int, time_s: float) -> None:
     destination = migration.destination
     index = migration.slot
     slot = slot_at(s, index)
-    interrupt(s, env, g, time_s)
-    interrupt(s, env, destination, time_s)
     inst, engine = instance_at(s, g), engine_at(s, g)
     computed = slot.prompt_tokens + slot.generated - 1
     release(s, inst, engine, index, computed, blocks_for(computed, engine.block_size), False)
@@ -381,6 +443,26 @@ def _commit(s: Any, env: Any, g: int, time_s: float) -> None:
         prefix_cache.fill(s, other, slot, computed, other_engine.block_size)
     slot.migrations += 1
     _await_join(s, destination, index, time_s)
+    _log(s, env, g, COMPLETED, time_s)
+    _end(s, env, g)
+
+
+@kernel
+def _resume(s: Any, env: Any, g: int, time_s: float) -> None:
+    """The request, aborted at the source, waits at the destination, ahead of its class, for the rest of its prefill."""
+    migration = migration_at(s, g)
+    destination = migration.destination
+    slot = slot_at(s, migration.slot)
+    slot.prefill_tokens = slot.prompt_tokens + slot.generated
+    slot.computed_tokens = 0
+    slot.held_blocks = 0
+    slot.sat_out = 0
+    move_in_ledger(s, env, migration.slot, destination)
+    stock_migration.hand_shadow_over(s, env, g)
+    enqueue(s, instance_at(s, destination), engine_at(s, destination), migration.slot, True)
+    if instance_at(s, destination).doing == IDLE:
+        next_at(s, destination).time_s = time_s
+    slot.migrations += 1
     _log(s, env, g, COMPLETED, time_s)
     _end(s, env, g)
 
@@ -398,5 +480,6 @@ def join(s: Any, g: int, time_s: float) -> None:
         slot.joined_s = last_token_s
         slot.sat_out = 1
         slot.downtime_s += time_s - slot.stopped_s
+        slot.stopped_s = np.nan
         inst.uneven = 1
         inst.changed = 1

@@ -163,6 +163,16 @@ def remove_extent(s: Any, inst: Any, extent: int) -> None:
 
 
 @kernel
+def rename_extent(s: Any, inst: Any, slot_index: int, new_index: int) -> None:
+    """The private tail of one slot becomes that of another, at its place in the free list."""
+    preceding, following = _get_links(s, inst, -2 - slot_index)
+    _set_next(s, inst, preceding, -2 - new_index)
+    _set_previous(s, inst, following, -2 - new_index)
+    slot_at(s, new_index).lru_previous = preceding
+    slot_at(s, new_index).lru_next = following
+
+
+@kernel
 def evict(s: Any, inst: Any, blocks: int) -> None:
     """Turn at least `blocks` blocks from the front of the free list into blocks that hold nothing."""
     while inst.free_blocks < blocks:

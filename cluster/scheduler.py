@@ -253,6 +253,9 @@ def _admit(s: Any, inst: Any, engine: Any, budget: int, time_s: float) -> tuple[
         inst.prefix_hits_tokens += matched * size
         if np.isnan(slot.admitted_s):
             slot.admitted_s = time_s
+        if not np.isnan(slot.stopped_s):
+            slot.downtime_s += time_s - slot.stopped_s
+            slot.stopped_s = np.nan
         insert_in_batch(s, inst, engine, index, False)
         prefill += chunk
         attention += _chunk(s, inst, engine, index, chunk)

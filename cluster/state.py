@@ -30,8 +30,11 @@ NEED_DECISION, NEED_ROWS, NEED_SLOTS, NEED_FLUSH, ENDED, STUCK = range(6)
 FINISHED, FAILED, REJECTED, CUT, NEVER_ARRIVED = range(5)
 """Status of a request in the log."""
 
-COPYING, STOPPING, HANDING_OVER = range(3)
-"""A migration's phase: stages are copied while decoding goes on, the request waits for its last boundary, the rest."""
+COPYING, STOPPING, HANDING_OVER, PROBING, PROBED = range(5)
+"""A migration's phase: a stage is copied while decoding goes on, the request waits for its last boundary, the rest. With
+protocol `vllm` each stage begins with a probe at a boundary, and the copy at the next."""
+
+PROTOCOL_LLUMNIX, PROTOCOL_VLLM = range(2)
 
 MIGRATION_OUTCOMES = (
     "completed",
@@ -180,6 +183,7 @@ MIGRATION = np.dtype(  # of the source with this index
         ("slot", "i8"),
         ("row", "i8"),
         ("destination", "i8"),  # global
+        ("shadow", "i8"),  # slot of the copy (protocol vllm), or NIL
         ("phase", "i8"),
         ("stages", "i8"),  # begun
         ("copied_blocks", "i8"),
@@ -240,7 +244,9 @@ INSTANCE = np.dtype(
         ("index_tail", "i4"),
         # migration and lifecycle
         ("migration", "i4"),  # the source of the one it takes part in, or NIL
-        ("stopping", "i4"),  # 1: its request stops at the next boundary
+        ("stopping", "i4"),  # 1: the next boundary is one of its migration: a probe, or its request stops
+        ("guest_tokens", "i4"),  # that the next iteration computes for probes and copies
+        ("guest_attention", "f8"),
         ("incoming", "i4"),  # list of slots that join the batch at the next boundary
         ("reserved_blocks", "i4"),  # for the request that is copied here, or has come and not joined yet
         ("preempted_waiting", "i4"),
@@ -349,7 +355,7 @@ ENV = np.dtype(
         # migration and lifecycle
         ("next_event_s", "f8"),  # a copy, a start-up or a drain ends, or an instance fails
         ("ready", "i8"),  # instances that are
-        ("stopping", "i8"),  # instances whose request stops at the next boundary
+        ("stopping", "i8"),  # instances whose next boundary is one of their migration
         ("source", "i8"),  # chosen, for the DESTINATION that follows
         ("rebalance_interval_s", "f8"),  # inf: never
         ("rebalance_tick", "i8"),  # the one in progress, or the last
@@ -357,6 +363,7 @@ ENV = np.dtype(
         ("rebalance_open", "i8"),  # 1: more of it may be asked
         ("max_pairs", "i8"),
         ("request_choice", "i8"),
+        ("protocol", "i8"),
         ("round_trip_s", "f8"),
         ("bandwidth_bytes_per_s", "f8"),
         ("slowdown", "f8"),

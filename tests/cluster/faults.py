@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """A change of a kernel source: `old` occurs exactly once in the package's file `path`, and so do those of `also`."""
+    """A change of a kernel source: `old`, and each one of `also`, occurs exactly once in the package's file `path`."""
 
     name: str
     path: str
@@ -50,7 +50,8 @@ FAULTS = (
                 break
             if slot_at(s, slot.next).prefill_tokens >= slot.prefill_tokens:
                 break
-            enqueue(s, inst, engine, _dequeue_head(s, inst, engine), False)
+            dequeue(s, inst, engine, index)
+            enqueue(s, inst, engine, index, False)
             continue
 """,
     ),
@@ -338,6 +339,7 @@ FAULTS = (
     ),
 )
 
+# Of migration, lifecycle and failures; the cases that find them are fleets.
 FLEET_FAULTS = (
     # --- who moves ---
     Fault(
@@ -351,7 +353,12 @@ FLEET_FAULTS = (
         KERNEL,
         "        env.pairs += 1\n",
         "",
-        also=(("        migration.begin(s, e, source, g)\n", "        migration.begin(s, e, source, g)\n        env.pairs += 1\n"),),
+        also=(
+            (
+                "        migration.begin(s, e, source, g)\n",
+                "        migration.begin(s, e, source, g)\n        env.pairs += 1\n",
+            ),
+        ),
     ),
     Fault(
         "of requests of equal length the first of the running list leaves",
@@ -393,7 +400,7 @@ FLEET_FAULTS = (
     Fault(
         "an aborted migration keeps its reserved blocks",
         MIGRATION,
-        "    other.free_blocks += blocks\n",
+        "        other.free_blocks += blocks\n",
         "",
     ),
     Fault(
@@ -429,20 +436,20 @@ FLEET_FAULTS = (
     Fault(
         "the last stage copies all blocks again",
         MIGRATION,
-        "blocks = blocks_for(_computed(inst, slot), engine.block_size) - migration.copied_blocks",
-        "blocks = blocks_for(_computed(inst, slot), engine.block_size)",
+        "blocks = blocks_for(computed, engine.block_size) - migration.copied_blocks",
+        "blocks = blocks_for(computed, engine.block_size)",
     ),
     Fault(
         "the last stage leaves the partial block out",
         MIGRATION,
-        "blocks = blocks_for(_computed(inst, slot), engine.block_size) - migration.copied_blocks",
-        "blocks = _computed(inst, slot) // engine.block_size - migration.copied_blocks",
+        "blocks = blocks_for(computed, engine.block_size) - migration.copied_blocks",
+        "blocks = computed // engine.block_size - migration.copied_blocks",
     ),
     Fault(
         "the last stage copies what was left at the end of the stage before",
         MIGRATION,
-        "blocks = blocks_for(_computed(inst, slot), engine.block_size) - migration.copied_blocks",
-        "blocks = blocks_for(_computed(inst, slot) - 1, engine.block_size) - migration.copied_blocks",
+        "blocks = blocks_for(computed, engine.block_size) - migration.copied_blocks",
+        "blocks = blocks_for(computed - 1, engine.block_size) - migration.copied_blocks",
     ),
     Fault(
         "last_stage_blocks off by one",
@@ -512,8 +519,8 @@ FLEET_FAULTS = (
     Fault(
         "the request stops at the end of the stage, amid the iteration",
         MIGRATION,
-        "        inst.stopping = 1\n",
-        "        inst.stopping = 1\n        next_at(s, g).time_s = time_s\n",
+        "        _await_boundary(s, env, g, STOPPING)\n",
+        "        _await_boundary(s, env, g, STOPPING)\n        next_at(s, g).time_s = time_s\n",
     ),
     Fault(
         "COMMIT does not release the source's blocks",
@@ -584,7 +591,12 @@ FLEET_FAULTS = (
         MIGRATION,
         "        slot.downtime_s += time_s - slot.stopped_s\n",
         "",
-        also=(("    slot.migrations += 1\n    _await_join", "    slot.migrations += 1\n    slot.downtime_s += time_s - slot.stopped_s\n    _await_join"),),
+        also=(
+            (
+                "    slot.migrations += 1\n    _await_join",
+                "    slot.migrations += 1\n    slot.downtime_s += time_s - slot.stopped_s\n    _await_join",
+            ),
+        ),
     ),
     Fault(
         "the gap of a move begins when the request joins",
@@ -603,6 +615,12 @@ FLEET_FAULTS = (
         MIGRATION,
         "seen_s = np.nextafter(time_s, np.inf) if migration.destination < g else time_s",
         "seen_s = time_s",
+    ),
+    Fault(
+        "a source's boundary ahead of its turn stops the request",
+        KERNEL,
+        "coupled = env.closed_loop != 0 or env.held != 0 or env.stopping != 0",
+        "coupled = env.closed_loop != 0 or env.held != 0",
     ),
     # --- failures ---
     Fault(
@@ -756,6 +774,18 @@ FLEET_FAULTS = (
         LIFECYCLE,
         " or inst.incoming != NIL or inst.migration != NIL\n",
         " or inst.incoming != NIL\n",
+    ),
+    Fault(
+        "a drained instance is absent at the next event, not at its last boundary",
+        KERNEL,
+        "    if inst.life == STATE_DRAINING:\n        lifecycle.leave_if_drained(s, env, g, time_s)\n",
+        "",
+    ),
+    Fault(
+        "a drained instance stays when the other side of its migration fails",
+        LIFECYCLE,
+        "            leave_if_drained(s, env, other, time_s)\n",
+        "",
     ),
     Fault(
         "a drained instance keeps its cache",

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults import FAULTS, Fault
+from faults import FAULTS, FLEET_FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("fault_driver.py")
+DIFFERENT = 3  # the driver's exit status
 
 
 def copy_package(folder: Path) -> Path:
@@ -28,12 +29,14 @@ def copy_package(folder: Path) -> Path:
 def plant(fault: Fault, package: Path) -> None:
     source = package / fault.path
     text = source.read_text()
-    assert text.count(fault.old) == 1, f"{fault.path} has changed: plant {fault.name!r} anew"
-    source.write_text(text.replace(fault.old, fault.new))
+    for old, new in ((fault.old, fault.new), *fault.also):
+        assert text.count(old) == 1, f"{fault.path} has changed: plant {fault.name!r} anew"
+        text = text.replace(old, new)
+    source.write_text(text)
 
 
-def drive(package: Path) -> subprocess.CompletedProcess[str]:
-    """Run the driver with the kernels uncompiled: compiling them anew for each fault would take minutes."""
+def drive(package: Path, kind: str) -> subprocess.CompletedProcess[str]:
+    """Run the driver on cases of this kind, kernels uncompiled: compiling them for each fault would take minutes."""
     folders = (package.parent, DRIVER.parent, DRIVER.parents[1])
     settings = {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
@@ -41,18 +44,28 @@ def drive(package: Path) -> subprocess.CompletedProcess[str]:
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     return subprocess.run(
-        [sys.executable, str(DRIVER)], env={**os.environ, **settings}, capture_output=True, text=True, check=False
+        [sys.executable, str(DRIVER), kind], env={**os.environ, **settings}, capture_output=True, text=True, check=False
     )
 
 
-def test_the_kernels_as_they_are_pass(tmp_path: Path) -> None:
-    done = drive(copy_package(tmp_path))
+@pytest.mark.parametrize("kind", ["clusters", "fleets"])
+def test_the_kernels_as_they_are_pass(kind: str, tmp_path: Path) -> None:
+    done = drive(copy_package(tmp_path), kind)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def find(fault: Fault, kind: str, folder: Path) -> None:
+    package = copy_package(folder)
+    plant(fault, package)
+    done = drive(package, kind)
+    assert done.returncode == DIFFERENT, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
-    package = copy_package(tmp_path)
-    plant(fault, package)
-    done = drive(package)
-    assert done.returncode == 1, done.stdout + done.stderr
+    find(fault, "clusters", tmp_path)
+
+
+@pytest.mark.parametrize("fault", FLEET_FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_planted_in_the_fleet_model_is_found(fault: Fault, tmp_path: Path) -> None:
+    find(fault, "fleets", tmp_path)
