@@ -246,7 +246,6 @@ def _clear(s: Any, env: Any, g: int, time_s: float) -> None:
         _send_back(s, env, index)
         index = following
     _forget(s, env, g, time_s)
-    _stop_billing(inst, time_s)
 
 
 @kernel
@@ -255,6 +254,7 @@ def _fail(s: Any, env: Any, g: int, time_s: float) -> None:
     inst = instance_at(s, g)
     if inst.life != STATE_ABSENT and inst.life != STATE_FAILED:
         _clear(s, env, g, time_s)
+        _stop_billing(inst, time_s)
         _live(env, inst, STATE_FAILED, time_s + env.repair_s)
         while env.restart == 0 and env.returned_head != NIL:
             index = env.returned_head
@@ -321,7 +321,8 @@ def handle_events(s: Any, e: int, time_s: float) -> None:
         inst = instance_at(s, g)
         if inst.due_s <= time_s and inst.life == STATE_DRAINING:
             _clear(s, env, g, time_s)
-            _live(env, inst, STATE_ABSENT, np.inf)
+            inst.due_s = np.inf
+            leave_if_drained(s, env, g, time_s)
     for g in range(first, last):
         if instance_at(s, g).migration == g and migration_at(s, g).end_s <= time_s:
             destination = migration_at(s, g).destination

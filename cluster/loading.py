@@ -255,7 +255,7 @@ def load_env(
     env["ready"] = len(fleet.profiles) if fleet.scaling is None else fleet.scaling.ready
     env["instance0"] = e * size.instances
     env["row0"] = e * size.rows
-    env["slot0"] = e * size.slots
+    env["slot0"] = size.environments * size.instances + e * size.slots
     env["slots"] = size.slots
     env["node0"] = e * size.nodes
     env["released0"] = e * size.closed_rows

@@ -128,6 +128,7 @@ def _copy(s: Any, env: Any, g: int, blocks: int, time_s: float) -> None:
     engine = engine_at(s, g)
     migration.stages += 1
     migration.stage_blocks = blocks
+    migration.sent_blocks += blocks
     copied_bytes = blocks * engine.kv_bytes_per_block
     migration.end_s = time_s + (env.round_trip_s + copied_bytes / env.bandwidth_bytes_per_s)
 
@@ -144,7 +145,7 @@ def _log(s: Any, env: Any, g: int, outcome: int, time_s: float) -> None:
         entry.stop_s = migration.stop_s
         entry.end_s = time_s
         entry.stages = migration.stages
-        entry.blocks = migration.copied_blocks + migration.stage_blocks
+        entry.blocks = migration.sent_blocks
         entry.outcome = outcome
         counts_at(s, 0).migrations += 1
     env.migrations_ended += 1
@@ -166,6 +167,7 @@ def begin(s: Any, e: int, g: int, destination: int) -> None:
     migration.row = slot.row
     migration.destination = destination
     migration.stages = 0
+    migration.sent_blocks = 0
     migration.copied_blocks = 0
     migration.stage_blocks = 0
     migration.preemptions = slot.preemptions
@@ -178,10 +180,7 @@ def begin(s: Any, e: int, g: int, destination: int) -> None:
     engine = engine_at(s, g)
     migration.shadow = NIL
     if env.protocol == PROTOCOL_VLLM:
-        migration.shadow = stock_migration.take_shadow(s, env, index)
-        if migration.shadow == NIL:
-            _log(s, env, g, NO_SPACE, env.time_s)
-            return
+        stock_migration.take_shadow(s, g, index)
         _await_boundary(s, env, g, PROBING)
     else:
         blocks = _computed(inst, slot) // engine.block_size
@@ -398,7 +397,7 @@ def abort(s: Any, env: Any, g: int, outcome: int, time_s: float) -> None:
         inst.stopping = 0
         env.stopping -= 1
     if env.protocol == PROTOCOL_VLLM:
-        stock_migration.drop_shadow(s, env, g)
+        stock_migration.drop_shadow(s, g)
     else:
         blocks = migration.copied_blocks + migration.stage_blocks
         other.free_blocks += blocks
@@ -458,7 +457,7 @@ def _resume(s: Any, env: Any, g: int, time_s: float) -> None:
     slot.held_blocks = 0
     slot.sat_out = 0
     move_in_ledger(s, env, migration.slot, destination)
-    stock_migration.hand_shadow_over(s, env, g)
+    stock_migration.hand_shadow_over(s, g)
     enqueue(s, instance_at(s, destination), engine_at(s, destination), migration.slot, True)
     if instance_at(s, destination).doing == IDLE:
         next_at(s, destination).time_s = time_s

@@ -31,8 +31,10 @@ FINISHED, FAILED, REJECTED, CUT, NEVER_ARRIVED = range(5)
 """Status of a request in the log."""
 
 COPYING, STOPPING, HANDING_OVER, PROBING, PROBED = range(5)
-"""A migration's phase: a stage is copied while decoding goes on, the request waits for its last boundary, the rest. With
-protocol `vllm` each stage begins with a probe at a boundary, and the copy at the next."""
+"""A migration's phase: stages are copied while decoding goes on, the request waits for its last boundary, the rest.
+
+With protocol `vllm` each stage begins with a probe at a boundary, and the copy at the next.
+"""
 
 PROTOCOL_LLUMNIX, PROTOCOL_VLLM = range(2)
 
@@ -183,7 +185,8 @@ MIGRATION = np.dtype(  # of the source with this index
         ("slot", "i8"),
         ("row", "i8"),
         ("destination", "i8"),  # global
-        ("shadow", "i8"),  # slot of the copy (protocol vllm), or NIL
+        ("shadow", "i8"),  # slot of the copy (protocol vllm), the one with the source's index, or NIL
+        ("sent_blocks", "i8"),  # over all stages
         ("phase", "i8"),
         ("stages", "i8"),  # begun
         ("copied_blocks", "i8"),
@@ -486,7 +489,7 @@ class State(NamedTuple):
     env: NDArray[np.void]  # (E,) ENV
     row: NDArray[np.void]  # (E * R,) ROW
     node: NDArray[np.void]  # (E * M,) NODE
-    slot: NDArray[np.void]  # (E * S,) SLOT
+    slot: NDArray[np.void]  # (E * N + E * S,) SLOT: the shadows of migrations (stock_migration.py), then the requests
     engine: NDArray[np.void]  # (E * N,) ENGINE
     instance: NDArray[np.void]  # (E * N,) INSTANCE
     next_boundary: NDArray[np.void]  # (E * N,) NEXT_BOUNDARY, inf when idle
@@ -569,7 +572,7 @@ def allocate(size: Capacity) -> State:
         "env": e,
         "row": e * size.rows,
         "node": e * size.nodes,
-        "slot": e * size.slots,
+        "slot": g + e * size.slots,
         "engine": g,
         "instance": g,
         "next_boundary": g,

@@ -16,28 +16,20 @@ from fleetpilot.fleet.jit import inlined, kernel
 
 
 @kernel
-def take_shadow(s: Any, env: Any, index: int) -> int:
-    """A slot for the copy of a request, NIL if all are in use."""
-    shadow = env.free_slot
-    if shadow == NIL:
-        if env.used_slots == env.slots:
-            return NIL
-        shadow = env.slot0 + env.used_slots
-        env.used_slots += 1
-    else:
-        env.free_slot = slot_at(s, shadow).next
-    slot, copy = slot_at(s, index), slot_at(s, shadow)
+def take_shadow(s: Any, g: int, index: int) -> None:
+    """The shadow of the migration from `g`, a slot that is kept for it, is that of this request now."""
+    slot, copy = slot_at(s, index), slot_at(s, g)
     copy.prefix_node = slot.prefix_node
     copy.own_node = slot.own_node
     copy.held_blocks = 0
     copy.node_blocks = 0
     copy.resident_blocks = 0
     copy.dead_blocks = 0
-    return shadow  # type: ignore[no-any-return]
+    migration_at(s, g).shadow = g
 
 
 @kernel
-def drop_shadow(s: Any, env: Any, g: int) -> None:
+def drop_shadow(s: Any, g: int) -> None:
     """The copy of the migration from `g` is wanted no more: the blocks of nodes stay cached, the others are free."""
     migration = migration_at(s, g)
     shadow = migration.shadow
@@ -51,14 +43,6 @@ def drop_shadow(s: Any, env: Any, g: int) -> None:
         prefix_cache.remove_extent(s, other, -2 - shadow)
         other.free_blocks += copy.resident_blocks
         copy.resident_blocks = 0
-    _free_shadow(s, env, g)
-
-
-@inlined
-def _free_shadow(s: Any, env: Any, g: int) -> None:
-    migration = migration_at(s, g)
-    slot_at(s, migration.shadow).next = env.free_slot
-    env.free_slot = migration.shadow
     migration.shadow = NIL
 
 
@@ -88,7 +72,8 @@ def end_copy(s: Any, g: int) -> None:
     tokens = copy.held_blocks * engine.block_size
     release(s, other, engine, migration.shadow, tokens, copy.held_blocks, True)
     copy.held_blocks = 0
-    ask_for_one_token(other, tokens)
+    if other.in_batch > 0 or other.waiting > 0 or other.incoming != NIL:
+        ask_for_one_token(other, tokens)
 
 
 @inlined
@@ -99,7 +84,7 @@ def ask_for_one_token(inst: Any, context_tokens: int) -> None:
 
 
 @kernel
-def hand_shadow_over(s: Any, env: Any, g: int) -> None:
+def hand_shadow_over(s: Any, g: int) -> None:
     """What is left of the copy is the request's own now."""
     migration = migration_at(s, g)
     slot, copy = slot_at(s, migration.slot), slot_at(s, migration.shadow)
@@ -107,4 +92,4 @@ def hand_shadow_over(s: Any, env: Any, g: int) -> None:
     slot.dead_blocks = copy.dead_blocks
     if copy.resident_blocks > 0:
         prefix_cache.rename_extent(s, instance_at(s, migration.destination), migration.shadow, migration.slot)
-    _free_shadow(s, env, g)
+    migration.shadow = NIL

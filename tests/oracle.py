@@ -274,6 +274,7 @@ class Engine:
         self.duration_s = math.nan  # of the last iteration that started
         self.boundary_s = math.inf  # of the next boundary; inf while idle
         self.slowdown = 1.0
+        self.extra_tokens: list[int] = []  # contexts of tokens that the next iteration computes besides
         self.now_s = 0.0
         self.preemptions = 0
         self.prefix_queries_tokens = 0
@@ -323,6 +324,7 @@ class Engine:
         else:
             assert not self.running, "stuck: requests run but none is scheduled"
             self.boundary_s = math.inf
+        self.extra_tokens = []
         self.history.append(
             OracleBoundary(
                 self.now_s,
@@ -499,6 +501,7 @@ class Engine:
 
     def scheduled_time_s(self) -> float:
         chunks = [(job.computed, tokens) for job, tokens in self.scheduled if not job.is_decode]
+        chunks += [(context, 1) for context in self.extra_tokens]
         kv_tokens = [job.prompt + job.generated for job, _ in self.scheduled if job.is_decode]
         return iteration_time_s(self.config, chunks, kv_tokens)
 

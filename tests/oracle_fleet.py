@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from oracle import Block, Engine, Job, OracleInstance, OracleRequest, OracleResult, check_fits, path_of
+from oracle import Block, Engine, Job, OracleInstance, OracleRequest, OracleResult, Span, check_fits, path_of
 
 from fleetpilot.cluster.config import Failures, Rebalancing, Scaling
 from fleetpilot.workloads.table import RequestTable
@@ -86,8 +86,10 @@ class Migration:
     start_s: float
     preemptions: int  # of the request when it began
     reserved: list[Block] = field(default_factory=list)
+    shadow: Job | None = None  # protocol vllm: what holds the copy at the destination while it is made
+    copied: int = 0  # full blocks that were at the destination when a stage ended
     stage_end_s: float = math.inf
-    stopping: bool = False  # at the source's next boundary
+    step: str = ""  # at the source's next boundary: probe, read or stop
     stop_s: float = math.nan
     end_s: float = math.nan
     stages: int = 0
@@ -101,6 +103,13 @@ class Migration:
     @property
     def stopped(self) -> bool:
         return not math.isnan(self.stop_s)
+
+    @property
+    def gone(self) -> str:
+        """Why the request cannot leave any more."""
+        if not math.isnan(self.job.record.finish_s):
+            return "finished"
+        return "preempted" if self.job.record.preemptions > self.preemptions else ""
 
 
 @dataclass
@@ -126,16 +135,22 @@ class FleetEngine(Engine):
         self.arriving: list[Job] = []  # join the batch at the next boundary
         self.migration: Migration | None = None
         self.stopped: list[Job] = []  # at most one: left the batch, its last blocks are copied
+        self.left: list[Job] = []  # at most one: on its way, holds nothing, counts here until the COMMIT
         self.ready_s = math.inf  # end of start-up or repair
         self.deadline_s = math.inf  # of a drain
         self.billed_since_s = 0.0 if state == READY else math.nan
         self.billed_s = 0.0
 
-    def requests(self) -> list[Job]:
+    def present(self) -> list[Job]:
         return self.running + self.stopped + self.arriving + self.waiting
 
+    def requests(self) -> list[Job]:
+        return self.present() + self.left
+
     def holders(self) -> list[Job]:
-        return self.running + self.stopped + self.arriving
+        m = self.migration
+        shadows = [m.shadow] if m is not None and m.shadow is not None and m.destination == self.index else []
+        return self.running + self.stopped + self.arriving + shadows
 
     def reserved(self) -> list[Block]:
         m = self.migration
@@ -151,17 +166,28 @@ class FleetEngine(Engine):
         while self.arriving and len(self.running) < self.config.max_num_seqs:
             job = self.arriving.pop(0)
             assert job.is_decode
-            job.record.downtime_s += self.now_s - job.stopped_s
+            self.end_downtime(job)
             self.running.insert(sum(other.is_decode for other in self.running), job)
+
+    def admit(self, job: Job) -> bool:
+        admitted = super().admit(job)
+        if admitted and not math.isnan(job.stopped_s):
+            self.end_downtime(job)
+        return admitted
+
+    def end_downtime(self, job: Job) -> None:
+        job.record.downtime_s += self.now_s - job.stopped_s
+        job.stopped_s = math.nan
 
     def clear(self) -> list[Job]:
         """Lose everything. Returns the requests that were here, which hold nothing any more."""
-        jobs = self.requests()
+        jobs = self.present()
         for job in jobs:
             job.blocks, job.computed = [], 0
         self.iterations -= bool(self.scheduled)  # the one under way never ends
         self.running, self.stopped, self.arriving, self.waiting, self.scheduled = [], [], [], [], []
         self.memory = type(self.memory)(self.config.kv_blocks)
+        self.extra_tokens = []
         self.boundary_s = math.inf
         return jobs
 
@@ -277,8 +303,8 @@ class Fleet:
             for row in range(len(self.table)):
                 if self.table.parent[row] == job.row and self.is_closed(row):
                     self.arrivals.append((self.now_s + float(self.table.think_s[row]), row))
-        if engine.migration is not None and engine.migration.source == index and engine.migration.stopping:
-            self.stop(engine.migration)
+        if engine.migration is not None and engine.migration.source == index and engine.migration.step:
+            self.take_step(engine.migration)
         engine.begin_iteration()
         if finished:
             self.next_retry_s = self.now_s
@@ -356,7 +382,11 @@ class Fleet:
         job.record.instance = index
         priority = int(self.table.priority[job.row]) if config.priority_order else 0
         job.key = (priority, job.record.dispatch_s, job.row)
-        job.path = path_of(self.table, job.row, config.block_size) if config.prefix_cache else []
+        job.path = self.path(job.row, index)
+
+    def path(self, row: int, index: int) -> list[Span]:
+        config = self.config.instances[index]
+        return path_of(self.table, row, config.block_size) if config.prefix_cache else []
 
     # --- migration ---------------------------------------------------------------------------------------------------
 
@@ -411,55 +441,126 @@ class Fleet:
         for i in (source, destination):
             self.engines[i].migration = m
             self.engines[i].slowdown = self.config.rebalancing.slowdown
-        self.begin_stage(m, job.computed // engine.config.block_size)
+        if self.config.rebalancing.protocol == "vllm":
+            m.step = "probe"
+        else:
+            self.begin_stage(m, job.computed // engine.config.block_size)
 
     def begin_stage(self, m: Migration, blocks: int) -> bool:
         """PRE-ALLOC and copy; False if the migration ends here."""
-        rebalancing, memory = self.config.rebalancing, self.engines[m.destination].memory
+        memory = self.engines[m.destination].memory
         if len(memory.free) < blocks:
             self.end(m, "no_space")
             return False
         m.reserved += [memory.take() for _ in range(blocks)]
+        m.copied += blocks
+        self.copy(m, blocks)
+        return True
+
+    def copy(self, m: Migration, blocks: int) -> None:
+        rebalancing, config = self.config.rebalancing, self.config.instances[m.source]
         m.stages += 1
         m.blocks += blocks
-        config = self.config.instances[m.source]
         block_bytes = config.block_size * config.kv_bytes_per_token
         m.stage_end_s = self.now_s + (
             rebalancing.round_trip_s + blocks * block_bytes / rebalancing.bandwidth_bytes_per_s
         )
-        return True
 
     def end_stage(self, m: Migration) -> None:
         job, block_size = m.job, self.config.instances[m.source].block_size
         m.stage_end_s = math.inf
         if m.stopped:
             self.commit(m)
-        elif not math.isnan(job.record.finish_s):
-            self.end(m, "finished")
-        elif job.record.preemptions > m.preemptions:
-            self.end(m, "preempted")
-        elif math.ceil(job.computed / block_size) - m.blocks <= self.config.rebalancing.last_stage_blocks:
-            m.stopping = True
+            return
+        if m.shadow is not None:
+            self.cache(m)
+        if m.gone:
+            self.end(m, m.gone)
+        elif math.ceil(job.computed / block_size) - m.copied <= self.config.rebalancing.last_stage_blocks:
+            m.step = "stop"
         elif m.stages == self.config.rebalancing.max_stages - 1:
             self.end(m, "too_long")
+        elif self.config.rebalancing.protocol == "vllm":
+            m.step = "probe"
         else:
-            self.begin_stage(m, job.computed // block_size - m.blocks)
+            self.begin_stage(m, job.computed // block_size - m.copied)
+
+    def take_step(self, m: Migration) -> None:
+        """Between steps 2 and 3 of the source's boundary."""
+        step, m.step = m.step, ""
+        if m.gone:
+            self.end(m, m.gone)
+        elif step == "probe":
+            self.probe(m)
+        elif step == "read":
+            self.read(m)
+        elif self.config.rebalancing.protocol == "vllm":
+            self.let_go(m)
+        else:
+            self.stop(m)
 
     def stop(self, m: Migration) -> None:
-        """Between steps 2 and 3 of the source's boundary."""
-        m.stopping = False
+        """Protocol llumnix."""
         source, job = self.engines[m.source], m.job
-        if not math.isnan(job.record.finish_s):
-            self.end(m, "finished")
-        elif job.record.preemptions > m.preemptions:
-            self.end(m, "preempted")
-        elif self.begin_stage(m, math.ceil(job.computed / source.config.block_size) - m.blocks):
+        if self.begin_stage(m, math.ceil(job.computed / source.config.block_size) - m.copied):
             m.stop_s = job.stopped_s = self.now_s
             source.running.remove(job)
             source.stopped = [job]
 
+    def probe(self, m: Migration) -> None:
+        source = self.engines[m.source]
+        if len(source.running) == source.config.max_num_seqs:
+            self.end(m, "no_space")
+            return
+        source.extra_tokens.append(m.job.computed)
+        m.step = "read"
+
+    def read(self, m: Migration) -> None:
+        """One iteration after the probe. The shadow takes its blocks, and the copy begins."""
+        job, block_size = m.job, self.config.instances[m.source].block_size
+        memory, path = self.engines[m.destination].memory, self.path(job.row, m.destination)
+        full = job.computed // block_size
+        matched = memory.matched_blocks(path, cap=full)
+        if full - matched > memory.free_once_pinned(path, matched):
+            self.end(m, "no_space")
+            return
+        m.shadow = Job(job.row, full * block_size + 1, 0, job.key, path, job.record, computed=full * block_size)
+        m.shadow.blocks = memory.pin(path, matched)
+        m.shadow.blocks += [memory.take() for _ in range(full - matched)]
+        self.copy(m, full - matched)
+
+    def cache(self, m: Migration) -> None:
+        """The copy is there. An engine computes a token to learn that."""
+        destination, shadow = self.engines[m.destination], m.shadow
+        m.copied = len(shadow.blocks)
+        destination.memory.fill(shadow.path, shadow.blocks, 0, m.copied)
+        self.release_shadow(m)
+        if destination.present():
+            destination.extra_tokens.append(shadow.computed)
+        destination.wake(self.now_s)
+
+    def release_shadow(self, m: Migration) -> None:
+        self.engines[m.destination].memory.release(m.shadow.path, m.shadow.blocks)
+        m.shadow = None
+
+    def let_go(self, m: Migration) -> None:
+        source, job = self.engines[m.source], m.job
+        m.stop_s = job.stopped_s = self.now_s
+        source.running.remove(job)
+        source.leave(job, preempted=False)
+        source.left = [job]
+        m.stage_end_s = self.now_s + self.config.rebalancing.round_trip_s
+
     def commit(self, m: Migration) -> None:
         source, destination, job = self.engines[m.source], self.engines[m.destination], m.job
+        if source.left:
+            source.left = []
+            self.settle(job, m.destination)
+            destination.waiting.insert(0, job)
+            if destination.config.priority_order:
+                destination.waiting.sort(key=lambda job: job.key)
+            self.end(m, "completed")
+            return
         computed = job.computed
         source.stopped = []
         source.leave(job, preempted=False)
@@ -480,6 +581,10 @@ class Fleet:
             m.job.record.migrations += 1
         else:
             destination.memory.free[:0] = m.reserved
+            if m.shadow is not None:
+                self.release_shadow(m)
+            if self.config.rebalancing.protocol == "vllm":
+                self.free_tail(m)
         if outcome == "destination_died":
             source.arriving += source.stopped
             source.stopped = []
@@ -487,6 +592,13 @@ class Fleet:
         destination.wake(self.now_s)
         m.outcome, m.end_s = outcome, self.now_s
         self.migrations.append(m)
+
+    def free_tail(self, m: Migration) -> None:
+        """Nobody will match what was copied of the private tail."""
+        memory, tail = self.engines[m.destination].memory, ("tail", m.row)
+        blocks = memory.resident_of(tail)
+        memory.free = blocks + [block for block in memory.free if block not in blocks]
+        memory.forget(tail)
 
     # --- lifecycle and failures --------------------------------------------------------------------------------------
 
@@ -557,17 +669,24 @@ class Fleet:
 
     def clear(self, index: int) -> list[Job]:
         """The instance loses its requests, which are returned, its KV and its migration."""
+        m, running = self.engines[index].migration, len(self.engines[index].running)
         jobs = self.engines[index].clear()
-        m = self.engines[index].migration
-        if m is not None:
-            m.reserved = m.reserved if m.source == index else []
-            self.end(m, "source_died" if m.source == index else "destination_died")
+        if m is None:
+            return jobs
+        left = self.engines[m.source].left
+        if m.destination == index:
+            m.reserved, m.shadow = [], None
+            jobs[running:running] = left
+            self.engines[m.source].left = []
+            self.end(m, "destination_died")
+        elif not left:
+            self.end(m, "source_died")
         return jobs
 
     def come_back(self, jobs: list[Job]) -> None:
         for job in jobs:
             job.record.restarts += 1
-            job.lost_at_s = math.nan
+            job.lost_at_s = job.stopped_s = math.nan
         self.came_back += jobs
 
     # --- conservation and the result ---------------------------------------------------------------------------------
@@ -589,10 +708,11 @@ class Fleet:
         for index, engine in enumerate(self.engines):
             engine.check()
             m = engine.migration
-            assert m is None or (index in (m.source, m.destination) and engine.state in (READY, DRAINING))
+            assert m is None or index in (m.source, m.destination)
+            assert m is None or engine.state in (READY, DRAINING) or engine.left
             assert math.isnan(engine.billed_since_s) == (engine.state in (ABSENT, FAILED))
             if engine.state not in (READY, DRAINING):
-                assert not engine.requests()
+                assert not engine.present()
                 assert engine.used_blocks == 0
             if engine.boundary_s == math.inf:
                 assert not engine.running

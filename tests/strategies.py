@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from oracle import OracleInstance
 from oracle_fleet import OracleFleet
 
-from fleetpilot.cluster.config import REQUEST_CHOICES, Failures, Rebalancing, Scaling
+from fleetpilot.cluster.config import PROTOCOLS, REQUEST_CHOICES, Failures, Rebalancing, Scaling
 from fleetpilot.workloads.table import NO_NODE, NO_PARENT, NO_SESSION, RequestTable, make_table
 
 GRID_S = 1 / 64
@@ -175,11 +175,11 @@ def on_grid(pick: Pick, instance: OracleInstance) -> OracleInstance:
     return replace(instance, a_s=GRID_S, w_s=cost(0), b_s=cost(3), d_s=cost(2), e_s=cost(6, 7), **no_costs)
 
 
-def fleet(pick: Pick, exact: bool = False) -> tuple[RequestTable, OracleFleet]:
+def fleet(pick: Pick, exact: bool = False, protocol: str | None = None) -> tuple[RequestTable, OracleFleet]:
     """A table and a fleet of 2 to 4 engines in which requests move, instances come and go, and fail.
 
     Everything but iterations and copies happens on the grid of `GRID_S`; with `exact` these lie on it, too, or a power
-    of two finer, and engines are often equal: ties everywhere.
+    of two finer, and engines are often equal: ties everywhere. The protocol of migrations is drawn, too, unless given.
     """
     table = request_table(pick)
     block_size = pick([1, 2, 4, 4, 8] if exact else [1, 2, 3, 4, 8])
@@ -191,7 +191,7 @@ def fleet(pick: Pick, exact: bool = False) -> tuple[RequestTable, OracleFleet]:
         instances = [on_grid(pick, instance) for instance in instances]
         if pick([False, True]):
             instances = instances[:1] * len(instances)
-    return table, OracleFleet(
+    drawn = OracleFleet(
         tuple(instances),
         rebalancing(pick, block_size * kv_bytes_per_token, exact) if pick([True, True, True, False]) else None,
         scaling(pick, len(instances)) if pick([True, False]) else None,
@@ -199,6 +199,33 @@ def fleet(pick: Pick, exact: bool = False) -> tuple[RequestTable, OracleFleet]:
         hold_interval_s=pick([1, 4]) * GRID_S,
         max_hold_s=pick([8, 64_000]) * GRID_S,
     )
+    if drawn.rebalancing and (protocol or pick(PROTOCOLS)) == "vllm":
+        stock = {instance: stock_engine(pick, instance) for instance in dict.fromkeys(drawn.instances)}
+        drawn = replace(
+            drawn,
+            instances=tuple(stock[instance] for instance in drawn.instances),
+            rebalancing=stock_rebalancing(pick, drawn.rebalancing),
+        )
+    return table, drawn
+
+
+def stock_rebalancing(pick: Pick, rebalancing: Rebalancing) -> Rebalancing:
+    """Protocol `vllm`, with more stages: of these only the first may find nothing of the copy."""
+    return replace(
+        rebalancing,
+        protocol="vllm",
+        bandwidth_bytes_per_s=rebalancing.bandwidth_bytes_per_s / pick([1, 4]),
+        max_stages=pick([2, 3, 8, 8]),
+        last_stage_blocks=pick([1, 1, 1, 3]),
+    )
+
+
+def stock_engine(pick: Pick, instance: OracleInstance) -> OracleInstance:
+    """The same engine with chunked prefill and a prefix cache, as the protocol `vllm` needs them."""
+    if instance.scheduler == "prefill_first":
+        budget = instance.max_num_seqs + pick(range(1, 25))
+        instance = replace(instance, scheduler="chunked", watermark_blocks=0, max_num_batched_tokens=budget)
+    return replace(instance, prefix_cache=True)
 
 
 def rebalancing(pick: Pick, block_bytes: int, exact: bool) -> Rebalancing:
@@ -278,6 +305,19 @@ def fixed_cluster_on_grid(seed: int) -> Cluster:
     return cluster_on_grid(random.Random(seed).choice)
 
 
-def fixed_fleet(seed: int, exact: bool = False) -> tuple[RequestTable, OracleFleet]:
+def fixed_fleet(seed: int, exact: bool = False, protocol: str = "llumnix") -> tuple[RequestTable, OracleFleet]:
     """`fleet`, always the same for a seed."""
-    return fleet(random.Random(seed).choice, exact)
+    return fleet(random.Random(seed).choice, exact, protocol)
+
+
+def fixed_fleet_of_fast_and_slow(seed: int) -> tuple[RequestTable, OracleFleet]:
+    """`fixed_fleet` on the grid, iterations of the first instance an eighth as long as those of all others.
+
+    So boundaries of the slow tie with boundaries in the middle of a leap of the fast.
+    """
+    table, fleet = fixed_fleet(seed, exact=True)
+    no_costs = dict.fromkeys(("w_s", "b_s", "d_s", "e_s"), 0.0)
+    instances = (
+        replace(i, a_s=GRID_S / 4 if n == 0 else 2 * GRID_S, **no_costs) for n, i in enumerate(fleet.instances)
+    )
+    return table, replace(fleet, instances=tuple(instances))

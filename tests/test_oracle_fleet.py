@@ -301,6 +301,148 @@ def test_waiting_request_moves_at_once() -> None:
     assert result.alive_s == [6.0, 6.0]
 
 
+# --- protocol vllm ----------------------------------------------------------------------------------------------------
+
+STOCK = replace(CHUNKED, prefix_cache=True)
+ASKS = replace(MOVES, protocol="vllm")
+
+
+def ask_a(
+    output: int = 10, b: int = 0, instances: tuple[OracleInstance, ...] = (STOCK, STOCK), **options: object
+) -> FleetResult:
+    return move_a(output, b, list(instances), **{"rebalancing": ASKS, **options})
+
+
+def test_every_time_of_a_migration_of_stock_engines() -> None:
+    result = ask_a()
+    # Tokens at 1, 2. The probe is in the iteration from 3 to 4.25. Then A has 4 tokens and 8 + 3 computed, 2 full
+    # blocks: copied to 5.5, where 1 is left, so it stops at 5.5, with token 5. It is admitted at 5.75, for 13 tokens, 8
+    # of them there.
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 5.5, 5.75, 1, 2, "completed")]
+    request = result.requests[0]
+    assert request.token_times == [1, 2, 3, 4.25, 5.5, 6.75, 7.75, 8.75, 9.75, 10.75]
+    assert (request.instance, request.migrations, request.restarts, request.preemptions) == (1, 1, 0, 0)
+    assert (request.dispatch_s, request.admitted_s, request.downtime_s, request.cached_tokens) == (0, 0, 0.25, 8)
+    assert result.iterations == [5, 5]
+    assert [used(result, t) for t in (4.25, 4.5, 5.25, 5.5, 5.75, 6.0)] == [
+        [3, 0],
+        [3, 2],
+        [3, 2],
+        [3, 0],  # cached
+        [0, 0],
+        [0, 4],
+    ]
+
+
+def test_tokens_of_the_probe_and_of_the_copy() -> None:
+    # A prefill of 8 tokens takes 1 + 32 / 4 s. The probe reads 8 + 1 tokens: 1 + 9.5 / 4 s, from 10. The copy is there
+    # at 13.375 + 1.25 and costs B's iteration from 15 on 8.5 / 4 s. A stops at 15.375 and gets in when that one ends.
+    costly = replace(STOCK, c_s=0.25)
+    result = ask_a(b=8, instances=(costly, costly), rebalancing=replace(ASKS, interval_s=9.5, slowdown=1.0))
+    assert described(result.migrations[0]) == (0, 0, 1, 9.5, 15.375, 15.625, 1, 2, "completed")
+    assert result.requests[0].token_times[:5] == [9, 10, 13.375, 14.375, 15.375]
+    assert result.requests[1].token_times == [9, 10, 11, 12, 13, 14, 15, 18.125]
+    # 5 tokens behind 8.
+    assert result.requests[0].token_times[5] == 18.125 + 1 + 5 * 10.5 / 4
+    assert result.requests[0].downtime_s == 18.125 - 15.375
+
+
+def test_next_stage_finds_what_was_copied() -> None:
+    # 2 s a block, the first two to 8.5. Then 14 tokens, 4 blocks: 2 left. Probe at 9.25. At 10.5 16 tokens: 2 blocks
+    # more, to 14.75. Then 19 tokens, 5 blocks, 1 left; stop at 15.5.
+    result = ask_a(output=30, rebalancing=replace(ASKS, bandwidth_bytes_per_s=2.0))
+    assert described(result.migrations[0]) == (0, 0, 1, 2.5, 15.5, 15.75, 2, 4, "completed")
+    assert result.requests[0].cached_tokens == 16
+    assert [used(result, t)[1] for t in (8.25, 8.5, 10.5, 10.75, 14.75, 16.0)] == [2, 0, 0, 4, 0, 6]
+
+
+def test_what_the_destination_has_is_not_copied() -> None:
+    # Instance 1 has the first 8 tokens of A, whose first 12 are prompt, from 1 on. Probe at 4; 3 full blocks at 5.25;
+    # one is copied, to 6.
+    script = Script(dispatch=[1, 0], source=[0], destination=[1])
+    prefixes = {"node_parent": [-1], "node_end_tokens": [8], "prefix_node": [0, 0]}
+    moves = replace(ASKS, interval_s=3.5)
+    result = run(script, [0.0, 1.0], [12, 12], [1, 10], [STOCK] * 2, prefixes, rebalancing=moves)
+    assert [described(m) for m in result.migrations] == [(1, 0, 1, 3.5, 6.5, 6.75, 1, 1, "completed")]
+    assert result.requests[1].cached_tokens == 12
+    assert result.requests[1].token_times == [2, 3, 4, 5.25, 6.5, 7.75, 8.75, 9.75, 10.75, 11.75]
+
+
+def test_too_long_for_stock_engines() -> None:
+    # At 8.5, as above. B then takes all 6 blocks of the destination; what was copied is not worth an eviction.
+    script = Script(dispatch=[0, 1], source=[0], destination=[1])
+    moves = replace(ASKS, bandwidth_bytes_per_s=2.0, max_stages=2)
+    small = replace(STOCK, kv_blocks=6)
+    result = run(script, [0.0, 9.0], [8, 21], [15, 2], [STOCK, small], rebalancing=moves)
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 0.0, 8.5, 1, 2, "too_long")]
+    assert used(result, 9.25)[1] == 6
+    assert result.evicted_blocks == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("output", "end_s", "stages"),
+    [(3, 3.0, 0), (4, 4.25, 0), (5, 5.5, 1)],
+    ids=["before the probe", "before the copy", "before the stop"],
+)
+def test_finished_on_stock_engines(output: int, end_s: float, stages: int) -> None:
+    script = Script(source=[0], destination=[1])  # C keeps instance 0 busy
+    moves = replace(ASKS, choice="shortest")
+    result = run(script, [0.0, 0.0], [8, 9], [output, 10], [STOCK] * 2, rebalancing=moves)
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 0.0, end_s, stages, 2 * stages, "finished")]
+
+
+def test_finished_while_it_is_copied() -> None:
+    # 2 s a block.
+    script = Script(source=[0], destination=[1])
+    moves = replace(ASKS, choice="shortest", bandwidth_bytes_per_s=2.0)
+    result = run(script, [0.0, 0.0], [8, 9], [6, 10], [STOCK] * 2, rebalancing=moves)
+    assert result.requests[0].finish_s == 6.75
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 0.0, 8.5, 1, 2, "finished")]
+    assert [used(result, t)[1] for t in (8.25, 8.5)] == [2, 0]
+
+
+def test_no_seat_for_the_probe() -> None:
+    result = ask_a(instances=(replace(STOCK, max_num_seqs=1), STOCK))
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 0.0, 3.0, 0, 0, "no_space")]
+    assert result.requests[0].token_times == list(range(1, 11))
+
+
+def test_no_space_for_the_copy() -> None:
+    # B, of 10 tokens, holds 4 of 5 blocks at 4.25.
+    result = ask_a(b=10, instances=(STOCK, replace(STOCK, kv_blocks=5)))
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 0.0, 4.25, 0, 0, "no_space")]
+
+
+def test_source_dies_while_it_is_read() -> None:
+    result = ask_a(failures=Failures(at=((5.0, 0),), repair_s=100.0))
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 0.0, 5.0, 1, 2, "source_died")]
+    assert result.requests[0].cached_tokens == 0
+    assert result.requests[0].token_times[3:5] == [4.25, 6]
+
+
+@pytest.mark.parametrize("died", [0, 1])
+def test_failures_while_nobody_has_the_request(died: int) -> None:
+    # On its way from 5.5 to 5.75. The policy's next choice is instance 0.
+    script = Script(dispatch=[0, 0], source=[0], destination=[1])
+    failures = Failures(at=((5.625, died),), repair_s=100.0)
+    result = run(script, [0.0], [8], [10], [STOCK] * 2, rebalancing=ASKS, failures=failures)
+    end_s, outcome = (5.75, "completed") if died == 0 else (5.625, "destination_died")
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 5.5, end_s, 1, 2, outcome)]
+    request = result.requests[0]
+    assert (request.instance, request.restarts, request.downtime_s) == ((1, 0, 0.25) if died == 0 else (0, 1, 0))
+    assert request.token_times[4:6] == [5.5, end_s + 1]
+
+
+def test_drain_deadline_while_nobody_has_the_request() -> None:
+    """The source is absent when the migration has ended."""
+    script = Script(scale=[0], source=[0], destination=[1])
+    scaling = replace(SCALES, drain_deadline_s=3.625)
+    result = run(script, [0.0], [8], [10], [STOCK] * 2, rebalancing=ASKS, scaling=scaling)
+    assert [(m.end_s, m.outcome) for m in result.migrations] == [(5.75, "completed")]
+    assert result.requests[0].restarts == 0
+    assert result.alive_s[0] == 5.75
+
+
 # --- lifecycle -------------------------------------------------------------------------------------------------------
 
 

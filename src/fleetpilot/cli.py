@@ -331,6 +331,12 @@ def _add_fleet_options(parser: Any) -> None:
         "(Llumnix: 0.2; policies that only dispatch are never asked)",
     )
     group.add_argument(
+        "--protocol",
+        choices=("llumnix", "vllm"),
+        default="llumnix",
+        help="how they move, with --rebalance-s: Llumnix's protocol (default), or what stock vLLM can do",
+    )
+    group.add_argument(
         "--ready",
         metavar="N",
         type=_whole(1, MAX_INSTANCES),
@@ -383,7 +389,9 @@ def _served(
         profiles,
         Telemetry(arguments.poll_interval_s, arguments.poll_delay_s, arguments.engine_reported),
         slo_classes=tuple(SLO_CLASSES[_known("SLO class", name, SLO_CLASSES)] for name in arguments.slo),
-        rebalancing=None if arguments.rebalance_s is None else Rebalancing(arguments.rebalance_s),
+        rebalancing=None
+        if arguments.rebalance_s is None
+        else Rebalancing(arguments.rebalance_s, protocol=arguments.protocol),
         scaling=None if arguments.ready is None else Scaling(ready=arguments.ready, start_up_s=arguments.start_up_s),
         failures=None if arguments.mtbf_s is None else Failures(mtbf_s=arguments.mtbf_s),
     )
