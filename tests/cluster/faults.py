@@ -821,7 +821,7 @@ FLEET_FAULTS = (
     Fault(
         "a deadline leaves the instance draining until it is empty",
         LIFECYCLE,
-        "            _clear(s, env, g, time_s)\n            _live(env, inst, STATE_ABSENT, np.inf)\n",
-        "            _live(env, inst, STATE_DRAINING, np.inf)\n",
+        "            _clear(s, env, g, time_s)\n            inst.due_s = np.inf\n",
+        "            inst.due_s = np.inf\n",
     ),
 )
