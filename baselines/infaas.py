@@ -111,6 +111,16 @@ def instance_to_scale(instances: Any, low: float, high: float, queue_counts: boo
     return last if freeness_without(instances, last, queue_counts) > high else NONE
 
 
+def check_corridor(low: float, high: float) -> None:
+    """Refuse a corridor that would start and drain at the same time.
+
+    Raises:
+        ValueError: naming both ends.
+    """
+    if low > high:
+        raise ValueError(f"low = {low:g}: expected at most high, {high:g}")
+
+
 def make(low: float = DEFAULT_LOW, high: float = DEFAULT_HIGH) -> CompiledPolicy:
     """The policy with other parameters, both in KV blocks per request.
 
@@ -118,6 +128,7 @@ def make(low: float = DEFAULT_LOW, high: float = DEFAULT_HIGH) -> CompiledPolicy
         low: instances are started while the fleet's freeness is below it.
         high: one is drained if the others would have a freeness above it.
     """
+    check_corridor(low, high)
 
     def choose(instances: Any, requests: Any, fleets: Any) -> int:
         if fleets[0].kind == KIND_SCALE:

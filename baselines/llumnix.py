@@ -21,7 +21,13 @@ from typing import Any
 import numpy as np
 
 from fleetpilot.baselines.freeness import dispatch_load
-from fleetpilot.baselines.infaas import DEFAULT_HIGH, DEFAULT_LOW, dispatch_load_by_priority, instance_to_scale
+from fleetpilot.baselines.infaas import (
+    DEFAULT_HIGH,
+    DEFAULT_LOW,
+    check_corridor,
+    dispatch_load_by_priority,
+    instance_to_scale,
+)
 from fleetpilot.fleet.freeness import migration_freeness
 from fleetpilot.fleet.jit import kernel
 from fleetpilot.fleet.policy import CompiledPolicy, lowest_candidate
@@ -107,6 +113,7 @@ def make(threshold: float = DEFAULT_THRESHOLD, low: float = DEFAULT_LOW, high: f
         low: instances are started while the fleet's freeness is below it.
         high: one is drained if the others would have a freeness above it.
     """
+    check_corridor(low, high)
     return by_artifact("llumnix", threshold, low, high, priorities=True)
 
 

@@ -9,13 +9,14 @@ Notes: No headroom, neither for dispatch nor for migration. An engine's own orde
 
 from __future__ import annotations
 
-from fleetpilot.baselines.infaas import DEFAULT_HIGH, DEFAULT_LOW
+from fleetpilot.baselines.infaas import DEFAULT_HIGH, DEFAULT_LOW, check_corridor
 from fleetpilot.baselines.llumnix import DEFAULT_THRESHOLD, by_artifact
 from fleetpilot.fleet.policy import CompiledPolicy
 
 
 def make(threshold: float = DEFAULT_THRESHOLD, low: float = DEFAULT_LOW, high: float = DEFAULT_HIGH) -> CompiledPolicy:
     """The policy with other parameters, those of `llumnix`."""
+    check_corridor(low, high)
     return by_artifact("llumnix-base", threshold, low, high, priorities=False)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpilot.baselines.infaas import DEFAULT_HIGH, DEFAULT_LOW, count_of, first_candidate_of
+from fleetpilot.baselines.infaas import DEFAULT_HIGH, DEFAULT_LOW, check_corridor, count_of, first_candidate_of
 from fleetpilot.baselines.llumnix import KINDS
 from fleetpilot.fleet.freeness import virtual_freeness
 from fleetpilot.fleet.jit import kernel
@@ -102,6 +102,7 @@ def make(
         low: instances are started while the mean freeness is below it.
         high: one is drained if it is above it.
     """
+    check_corridor(low, high)
 
     def choose(instances: Any, requests: Any, fleets: Any) -> int:
         kind = fleets[0].kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from fleetpilot.fleet.profiles import HardwareProfile
@@ -14,6 +15,11 @@ REQUEST_CHOICES = ("last", "shortest", "longest", "lowest_priority")
 """Which of a source's decoding requests leaves: the last of the running list, that with the fewest or the most tokens,
 or the one of the largest priority value, the shortest of those."""
 
+
+LEAST_INTERVAL_S = 0.001
+"""Between two questions about the fleet, or a failure and its repair."""
+_LONGEST_S = 1e9
+_MOST = 2**31 - 1
 
 PROTOCOLS = ("llumnix", "vllm")
 """How a running request moves (docs/model.md)."""
@@ -75,15 +81,15 @@ class Rebalancing:
     last_stage_blocks: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("interval_s", "bandwidth_bytes_per_s"):
-            _expect(self, name, "a finite number > 0", lambda value: math.isfinite(value) and value > 0)
-        _expect(self, "round_trip_s", "a finite time >= 0", lambda value: math.isfinite(value) and value >= 0)
-        _expect(self, "slowdown", "a finite factor >= 1", lambda value: math.isfinite(value) and value >= 1)
-        _expect(self, "max_pairs", "at least 1, or None", lambda value: value is None or value >= 1)
-        _expect(self, "choice", f"one of {', '.join(REQUEST_CHOICES)}", REQUEST_CHOICES.__contains__)
-        _expect(self, "protocol", "llumnix or vllm", PROTOCOLS.__contains__)
-        _expect(self, "max_stages", "at least 2: the last is never the first", lambda value: value >= 2)
-        _expect(self, "last_stage_blocks", "at least 1", lambda value: value >= 1)
+        _expect(self, "interval_s", _number(LEAST_INTERVAL_S, _LONGEST_S))
+        _expect(self, "bandwidth_bytes_per_s", _number(1.0, 1e15))
+        _expect(self, "round_trip_s", _number(0.0, _LONGEST_S))
+        _expect(self, "slowdown", _number(1.0, 1000.0))
+        _expect(self, "max_pairs", _whole(1, _MOST, none=True))
+        _expect(self, "choice", _one_of(*REQUEST_CHOICES))
+        _expect(self, "protocol", _one_of(*PROTOCOLS))
+        _expect(self, "max_stages", _whole(2, _MOST))
+        _expect(self, "last_stage_blocks", _whole(1, _MOST))
 
 
 @dataclass(frozen=True)
@@ -109,15 +115,14 @@ class Scaling:
     drain_deadline_s: float = math.inf
 
     def __post_init__(self) -> None:
-        _expect(self, "interval_s", "a finite time > 0", lambda value: math.isfinite(value) and value > 0)
-        for name in ("first_s", "start_up_s"):
-            _expect(self, name, "a finite time >= 0", lambda value: math.isfinite(value) and value >= 0)
-        for name in ("ready", "min_instances"):
-            _expect(self, name, "at least 1", lambda value: value >= 1)
-        _expect(
-            self, "max_instances", "at least min_instances, or None", lambda v: v is None or v >= self.min_instances
-        )
-        _expect(self, "drain_deadline_s", "a time >= 0", lambda value: value >= 0)
+        _expect(self, "interval_s", _number(LEAST_INTERVAL_S, _LONGEST_S))
+        _expect(self, "first_s", _number(0.0, _LONGEST_S))
+        _expect(self, "start_up_s", _number(0.0, _LONGEST_S))
+        _expect(self, "drain_deadline_s", _number(0.0, math.inf))
+        _expect(self, "max_instances", _whole(1, _MOST, none=True))
+        most = _MOST if self.max_instances is None else self.max_instances
+        _expect(self, "min_instances", _whole(1, most))
+        _expect(self, "ready", _whole(1, _MOST))
 
 
 @dataclass(frozen=True)
@@ -137,18 +142,43 @@ class Failures:
     requests: str = "restart"
 
     def __post_init__(self) -> None:
-        for name in ("mtbf_s", "repair_s"):
-            _expect(self, name, "a time > 0", lambda value: value > 0)
-        _expect(self, "requests", "restart or fail", ("restart", "fail").__contains__)
+        _expect(self, "mtbf_s", _number(1.0, math.inf))
+        _expect(self, "repair_s", _number(LEAST_INTERVAL_S, math.inf))
+        _expect(self, "requests", _one_of("restart", "fail"))
+        pairs = isinstance(self.at, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in self.at)
+        if not pairs:
+            raise ValueError(f"at = {self.at!r}: expected a tuple of pairs (time in s, instance)")
         for time_s, instance in self.at:
-            if not (math.isfinite(time_s) and time_s >= 0 and instance >= 0):
-                raise ValueError(f"at = ({time_s!r}, {instance!r}): expected a finite time >= 0 and an instance >= 0")
+            if not (_number(0.0, _LONGEST_S)[1](time_s) and _whole(0, _MOST)[1](instance)):
+                raise ValueError(f"at = ({time_s!r}, {instance!r}): expected a time >= 0 and an instance >= 0")
 
 
-def _expect(config: object, name: str, expected: str, holds: Callable[[Any], bool]) -> None:
+Expectation = tuple[str, Callable[[Any], bool]]
+"""In words, and as a test."""
+
+
+def _expect(config: object, name: str, expectation: Expectation) -> None:
     value = getattr(config, name)
+    words, holds = expectation
     if not holds(value):
-        raise ValueError(f"{name} = {value!r}: expected {expected}")
+        raise ValueError(f"{name} = {value!r}: expected {words}")
+
+
+def _number(low: float, high: float) -> Expectation:
+    words = f"a number >= {low:g}" if high == math.inf else f"a number from {low:g} to {high:g}"
+    return words, lambda value: isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
+
+
+def _whole(low: int, high: int, *, none: bool = False) -> Expectation:
+    def holds(value: Any) -> bool:
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        return (none and value is None) or (whole and low <= value <= high)
+
+    return f"a whole number from {low:,} to {high:,}" + (", or None" if none else ""), holds
+
+
+def _one_of(*names: str) -> Expectation:
+    return f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names
 
 
 @dataclass(frozen=True)
@@ -180,6 +210,12 @@ class FleetConfig:
             raise ValueError("profiles: got no instance, expected at least one")
         if not self.slo_classes:
             raise ValueError("slo_classes: got none, expected at least one")
+        for name, kind in (("rebalancing", Rebalancing), ("scaling", Scaling), ("failures", Failures)):
+            expectation = (
+                f"a {kind.__name__}, or None",
+                lambda value, kind=kind: value is None or isinstance(value, kind),
+            )
+            _expect(self, name, expectation)
         for name in ("hold_interval_s", "max_hold_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0) or (name == "hold_interval_s" and value == 0):

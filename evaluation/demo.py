@@ -1,4 +1,4 @@
-"""The demonstration: all policies on an hour's worth of conversation, small enough to watch."""
+"""The demonstration: all dispatch policies on an hour's worth of conversation, small enough to watch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from fleetpilot.cluster import FleetConfig
 from fleetpilot.evaluation.report import Report, write_report
 from fleetpilot.evaluation.runner import Scenario, evaluate
 from fleetpilot.evaluation.segments import at_load, cut, within_length
+from fleetpilot.fleet.policy import kinds_of
 from fleetpilot.fleet.profiles import load_profile
+from fleetpilot.fleet.view import KIND_DISPATCH
 from fleetpilot.workloads import workload
 
 LOAD = 0.8
@@ -18,7 +20,7 @@ SEGMENTS = 10
 
 
 def demo(out: Path) -> Report:
-    """Compare all policies on the twin of the Azure 2023 conversation trace, served by A10s at 0.8 of their capacity.
+    """Compare all policies that only dispatch, as nothing moves or scales here, on the twin of the Azure 2023 conversation trace, served by A10s at 0.8 of their capacity.
 
     The trace's rate is half as high again in the middle of its hour, so the fleet is overloaded for a while. Output
     lengths are predicted with an error, log-normal of sigma 0.5.
@@ -30,4 +32,5 @@ def demo(out: Path) -> Report:
     fleet = FleetConfig.of(profile, INSTANCES)
     table = at_load(within_length(workload("twin/azure-conv?predict=error:0.5"), profile.max_model_len), fleet, LOAD)
     scenario = Scenario(f"Azure conversation twin, {INSTANCES} x A10, load {LOAD:g}", cut(table, SEGMENTS), fleet)
-    return write_report(evaluate([scenario], list(BASELINES), out, seeds=(0,)), out, baseline="round-robin")
+    policies = [name for name, make in BASELINES.items() if kinds_of(make()) == (KIND_DISPATCH,)]
+    return write_report(evaluate([scenario], policies, out, seeds=(0,)), out, baseline="round-robin")

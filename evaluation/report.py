@@ -104,24 +104,24 @@ def run_text(summary: dict[str, Any], fleet: FleetConfig) -> str:
         f"preempted {number(_scaled(counts['preempted_share'], 100))} %, fragmentation "
         f"{number(_scaled(used['fragmentation'], 100))} %, KV use {number(_scaled(used['kv_use'], 100))} %, "
         f"batch {number(used['batch_size'])}, load max/mean {number(used['load_max_over_mean'])}",
-        *_moves(metrics["migrations"], used["run_instance_seconds"] / max(summary["simulated_s"], 1e-9)),
+        *_moves(metrics["migrations"], fleet, used["run_instance_seconds"] / max(summary["simulated_s"], 1e-9)),
         f"simulated {summary['simulated_s']:,.0f} s in {summary['wall_s']:.2f} s",
     ]
     title = f"{summary['label']} on {summary['workload']}, {', '.join(f'{n} x {name}' for name, n in kinds.items())}"
     return plain(Table(title, ["", *columns], rows)) + "\n".join(lines)
 
 
-def _moves(migrations: dict[str, Any], instances: float) -> list[str]:
-    """What there is to say of migrations and restarts."""
-    outcomes = {name: count for name, count in migrations["outcomes"].items() if count}
-    if not outcomes and not migrations["restarts"]:
-        return []
-    named = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in outcomes.items()) or "none"
-    downtime = number(_scaled(migrations["downtime_s"]["mean"], 1e3))
-    return [
-        f"migrations: {named}; downtime {downtime} ms on average; {migrations['restarts']:,} restarts; "
-        f"{number(instances)} instances on average"
-    ]
+def _moves(migrations: dict[str, Any], fleet: FleetConfig, instances: float) -> list[str]:
+    """What there is to say of migrations, of instances that come and go, and of restarts."""
+    lines = []
+    if fleet.rebalancing is not None:
+        outcomes = {name: count for name, count in migrations["outcomes"].items() if count}
+        named = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in outcomes.items()) or "none"
+        downtime = number(_scaled(migrations["downtime_s"]["mean"], 1e3))
+        lines.append(f"migrations begun: {named}; downtime {downtime} ms on average")
+    if fleet.scaling is not None or fleet.failures is not None:
+        lines.append(f"{number(instances)} instances on average, {migrations['restarts']:,} restarts of requests")
+    return lines
 
 
 def _scaled(value: float | None, factor: float) -> float | None:

@@ -157,7 +157,10 @@ def capacity_rps(table: RequestTable, fleet: FleetConfig) -> float:
     """
     backlog = _backlog(table)
     per_profile = {
-        profile: _admissions_rps(backlog, replace(fleet, profiles=(profile,))) for profile in set(fleet.profiles)
+        profile: _admissions_rps(
+            backlog, replace(fleet, profiles=(profile,), rebalancing=None, scaling=None, failures=None)
+        )
+        for profile in set(fleet.profiles)
     }
     return sum(per_profile[profile] for profile in fleet.profiles)
 

@@ -497,3 +497,28 @@ def test_help_and_errors_load_nothing_heavy() -> None:
 def test_an_experiment_takes_no_other_setup(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "--experiment", "llumnix-motivation", "--segments", "3"]) == 2
     assert "--segments 3: expected none, an experiment sets its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--protocol", "vllm"], "--protocol vllm: expected with --rebalance-s"),
+        (["--start-up-s", "5"], "--start-up-s 5.0: expected with --ready"),
+        (["--policy", "llumnix?low=60&high=10"], "low = 60: expected at most high, 10"),
+    ],
+)
+def test_options_that_contradict_or_say_nothing(
+    capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main(["simulate", "--workload", "poisson?n=50", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--mtbf-s", "500"], ["--instances", "4", "--ready", "2"]])
+def test_a_load_is_of_the_fleet_without_failures_and_scaling(
+    capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert (
+        main(["simulate", "--policy", "llumnix", "--workload", "twin/azure-conv?n=300", "--load", "0.8", *options]) == 0
+    )
+    assert "instances on average" in capsys.readouterr().out

@@ -333,7 +333,6 @@ def _add_fleet_options(parser: Any) -> None:
     group.add_argument(
         "--protocol",
         choices=("llumnix", "vllm"),
-        default="llumnix",
         help="how they move, with --rebalance-s: Llumnix's protocol (default), or what stock vLLM can do",
     )
     group.add_argument(
@@ -341,10 +340,10 @@ def _add_fleet_options(parser: Any) -> None:
         metavar="N",
         type=_whole(1, MAX_INSTANCES),
         help="let the fleet scale: N of the instances are ready at the start, and every 10 s the policy may start or "
-        "drain one",
+        "drain one (policies that only dispatch are never asked, and stay with N)",
     )
     group.add_argument(
-        "--start-up-s", metavar="S", type=_seconds(0.0), default=30.0, help="of an instance, with --ready (default 30)"
+        "--start-up-s", metavar="S", type=_seconds(0.0), help="of an instance, with --ready (default 30)"
     )
     group.add_argument(
         "--mtbf-s",
@@ -371,6 +370,8 @@ def _served(
             f"--poll-delay-s {arguments.poll_delay_s:g}: expected at most {MAX_POLLS_IN_FLIGHT:,} times "
             f"--poll-interval-s {arguments.poll_interval_s:g}"
         )
+    _expect_with(arguments, "rebalance_s", "protocol")
+    _expect_with(arguments, "ready", "start_up_s")
     table = _table(workload)
     if arguments.superpose > 1:
         table = superpose(table, arguments.superpose)
@@ -391,11 +392,21 @@ def _served(
         slo_classes=tuple(SLO_CLASSES[_known("SLO class", name, SLO_CLASSES)] for name in arguments.slo),
         rebalancing=None
         if arguments.rebalance_s is None
-        else Rebalancing(arguments.rebalance_s, protocol=arguments.protocol),
-        scaling=None if arguments.ready is None else Scaling(ready=arguments.ready, start_up_s=arguments.start_up_s),
+        else Rebalancing(arguments.rebalance_s, protocol=arguments.protocol or "llumnix"),
+        scaling=None
+        if arguments.ready is None
+        else Scaling(ready=arguments.ready, start_up_s=30.0 if arguments.start_up_s is None else arguments.start_up_s),
         failures=None if arguments.mtbf_s is None else Failures(mtbf_s=arguments.mtbf_s),
     )
     return (at_load(table, fleet, load) if load else table), fleet
+
+
+def _expect_with(arguments: argparse.Namespace, needed: str, option: str) -> None:
+    """Refuse an option that says something of another one that is not given."""
+    value = getattr(arguments, option)
+    if value is not None and getattr(arguments, needed) is None:
+        named, other = (f"--{name.replace('_', '-')}" for name in (option, needed))
+        raise ValueError(f"{named} {value}: expected with {other}")
 
 
 def _table(name: str | None) -> RequestTable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,11 @@ from strategies import Cluster, clusters, clusters_on_grid, fixed_cluster
 from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import (
     ClusterBatch,
+    Failures,
     FleetConfig,
+    Rebalancing,
     RunLog,
+    Scaling,
     Telemetry,
     fleet_of,
     kernel,
@@ -502,5 +506,34 @@ def test_a_parameter_out_of_range_is_named(options: dict[str, Any], message: str
     ],
 )
 def test_a_configuration_out_of_range_is_named(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Rebalancing(interval_s=1e-12), r"interval_s = 1e-12: expected a number from 0\.001 to 1e\+09"),
+        (lambda: Rebalancing(interval_s="x"), "interval_s = 'x': expected a number"),
+        (lambda: Rebalancing(max_pairs=1.5), "max_pairs = 1.5: expected a whole number from 1"),
+        (lambda: Rebalancing(max_stages=1), "max_stages = 1: expected a whole number from 2"),
+        (lambda: Rebalancing(slowdown=1e300), r"slowdown = 1e\+300: expected a number from 1 to 1000"),
+        (lambda: Rebalancing(choice="first"), "choice = 'first': expected one of last, shortest"),
+        (lambda: Rebalancing(protocol=None), "protocol = None: expected one of llumnix, vllm"),
+        (lambda: Scaling(ready=1.5), "ready = 1.5: expected a whole number"),
+        (lambda: Scaling(min_instances=3, max_instances=2), "min_instances = 3: expected a whole number from 1 to 2"),
+        (lambda: Scaling(drain_deadline_s=None), "drain_deadline_s = None: expected a number >= 0"),
+        (lambda: Failures(mtbf_s=1e-9), "mtbf_s = 1e-09: expected a number >= 1"),
+        (lambda: Failures(at=(1.0, 0)), r"at = \(1\.0, 0\): expected a tuple of pairs"),
+        (lambda: Failures(at=((1.0, 0.5),)), r"at = \(1\.0, 0\.5\): expected a time >= 0 and an instance"),
+        (lambda: FleetConfig.of(PROFILE, 2, rebalancing=0.2), "rebalancing = 0.2: expected a Rebalancing, or None"),
+        (lambda: FleetConfig.of(PROFILE, 2, scaling=Scaling(ready=3)), "ready = 3: expected at most 2"),
+        (
+            lambda: FleetConfig.of(PROFILE, 2, failures=Failures(at=((1.0, 2),))),
+            "a failure of instance 2: expected 0",
+        ),
+    ],
+)
+def test_bad_fleets_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
