@@ -20,9 +20,9 @@ SEGMENTS = 10
 
 
 def demo(out: Path) -> Report:
-    """Compare all policies that only dispatch, as nothing moves or scales here, on the twin of the Azure 2023 conversation trace, served by A10s at 0.8 of their capacity.
+    """Compare the policies that only dispatch on the twin of the Azure 2023 conversation trace.
 
-    The trace's rate is half as high again in the middle of its hour, so the fleet is overloaded for a while. Output
+    It is served by A10s at 0.8 of their capacity. The trace's rate is half as high again in the middle of its hour, so the fleet is overloaded for a while. Output
     lengths are predicted with an error, log-normal of sigma 0.5.
 
     Args:
