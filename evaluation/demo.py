@@ -22,8 +22,8 @@ SEGMENTS = 10
 def demo(out: Path) -> Report:
     """Compare the policies that only dispatch on the twin of the Azure 2023 conversation trace.
 
-    It is served by A10s at 0.8 of their capacity. The trace's rate is half as high again in the middle of its hour, so the fleet is overloaded for a while. Output
-    lengths are predicted with an error, log-normal of sigma 0.5.
+    It is served by A10s at 0.8 of their capacity. The trace's rate is half as high again in the middle of its hour, so
+    the fleet is overloaded for a while. Output lengths are predicted with an error, log-normal of sigma 0.5.
 
     Args:
         out: folder for runs and report.
