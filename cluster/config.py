@@ -166,7 +166,7 @@ def _expect(config: object, name: str, expectation: Expectation) -> None:
 
 def _number(low: float, high: float) -> Expectation:
     words = f"a number >= {low:g}" if high == math.inf else f"a number from {low:g} to {high:g}"
-    return words, lambda value: isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
+    return words, lambda value: isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
 
 
 def _whole(low: int, high: int, *, none: bool = False) -> Expectation:
