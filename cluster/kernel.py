@@ -416,9 +416,10 @@ def _ask(s: Any, e: int, kind: int, index: int, held: int, time_s: float) -> Non
 
 
 @kernel
-def _find_candidates(s: Any, env: Any, kind: int) -> None:
-    """Say in the view whom the decision may choose. For dispatch that holds until an instance's state changes."""
+def _find_candidates(s: Any, env: Any, kind: int) -> int:
+    """Say in the view whom the decision may choose; returns how many. It holds until an instance's state changes."""
     ready, present = lifecycle.count_serving(s, env)
+    candidates = 0
     for g in range(env.instance0, env.instance0 + env.instances):
         inst, view = instance_at(s, g), view_instance_at(s, g)
         candidate = inst.life == STATE_READY
@@ -431,7 +432,9 @@ def _find_candidates(s: Any, env: Any, kind: int) -> None:
         view.candidate = 1 if candidate else 0
         view.state = inst.life
         view.migrating = 1 if inst.migration != NIL else 0
-    env.candidates_kind = KIND_DISPATCH if kind == KIND_DISPATCH else NIL
+        candidates += view.candidate
+    env.candidates_kind = kind
+    return candidates
 
 
 @kernel
@@ -591,12 +594,7 @@ def _ask_for_move(s: Any, e: int) -> bool:
     """The next SOURCE or DESTINATION of the tick in progress; False if there is nothing left to ask."""
     env = env_at(s, e)
     kind = KIND_SOURCE if env.source == NIL else KIND_DESTINATION
-    candidates = 0
-    for g in range(env.instance0, env.instance0 + env.instances):
-        if kind == KIND_SOURCE:
-            candidates += 1 if migration.may_be_source(s, env, g) else 0
-        else:
-            candidates += 1 if migration.may_be_destination(s, env, g) else 0
+    candidates = _find_candidates(s, env, kind)
     if kind == KIND_SOURCE and (candidates == 0 or env.pairs == env.max_pairs):
         env.rebalance_open = 0
         return False
@@ -612,11 +610,7 @@ def _ask_for_move(s: Any, e: int) -> bool:
 def _ask_for_scale(s: Any, e: int) -> bool:
     """The next SCALE of the tick in progress; False if there is nothing left to ask."""
     env = env_at(s, e)
-    ready, present = lifecycle.count_serving(s, env)
-    candidates = 0
-    for g in range(env.instance0, env.instance0 + env.instances):
-        candidates += 1 if lifecycle.may_scale(s, env, g, ready, present) else 0
-    if candidates == 0:
+    if _find_candidates(s, env, KIND_SCALE) == 0:
         env.scale_open = 0
         env.scale_tick += 1
         return False

@@ -83,12 +83,12 @@ def leaving_position(s: Any, inst: Any, choice: int) -> int:
 
 @kernel
 def leaving_slot(s: Any, env: Any, g: int) -> int:
-    """The request that would leave instance `g`: a decoding one; a draining instance offers a waiting one too."""
+    """The request that leaves instance `g`, which can be a source: a decoding one, else the last that waits."""
     inst = instance_at(s, g)
     if inst.decodes > 0:
         position = leaving_position(s, inst, env.request_choice)
         return batch_at(s, inst.batch0 + position).slot  # type: ignore[no-any-return]
-    return inst.tail if inst.life == STATE_DRAINING else NIL  # type: ignore[no-any-return]
+    return inst.tail  # type: ignore[no-any-return]
 
 
 @inlined
@@ -98,7 +98,7 @@ def may_be_source(s: Any, env: Any, g: int) -> bool:
     serving = inst.life == STATE_READY or inst.life == STATE_DRAINING
     if not serving or inst.migration != NIL or inst.source_tick == env.rebalance_tick:
         return False
-    return leaving_slot(s, env, g) != NIL  # type: ignore[no-any-return]
+    return inst.decodes > 0 or (inst.life == STATE_DRAINING and inst.tail != NIL)  # type: ignore[no-any-return]
 
 
 @inlined

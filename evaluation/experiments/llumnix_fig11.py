@@ -21,13 +21,11 @@ from fleetpilot.evaluation.experiments.llumnix_runs import (
     all_hold,
     bounds_table,
     by_repeat,
+    cells_table,
     fleet,
     mean,
     policy,
-    ratio,
     run_jobs,
-    table,
-    with_range,
 )
 from fleetpilot.evaluation.tables import Table
 
@@ -100,21 +98,17 @@ def paper(key: tuple[Any, ...], metric: str) -> float:
 
 def comparison(trace: str, cells: Cells) -> Table:
     """A trace's cells beside the paper's."""
-    rows = []
-    for key, repeats in cells.items():
-        if key[0] == trace:
-            rows.append([f"{key[1]:g} {key[2]}"])
-            for metric, (_, scale) in SHOWN.items():
-                theirs = scale * paper(key, metric)
-                ours = [repeat[metric] for repeat in repeats]
-                rows[-1] += [f"{theirs:.3g}", with_range(ours, scale), ratio(scale * float(np.mean(ours)), theirs)]
-    rows.sort(key=lambda row: (float(row[0].split()[0]), row[0].split()[1] != "Round-Robin", row[0]))
-    header = ["requests/s, system"]
-    for title, _ in SHOWN.values():
-        header += [f"{title}: paper", "ours", "ratio"]
-    return table(
-        f"Llumnix, Fig. 11, {trace}", header, rows, "Ours: mean (range) over the repeats; ratio: ours / paper."
-    )
+    keys = [key for key in cells if key[0] == trace]
+    keys.sort(key=lambda key: (key[1], key[2] != "Round-Robin", key[2]))
+    rows = {
+        f"{key[1]:g} {key[2]}": [
+            ([repeat[metric] for repeat in cells[key]], scale, paper(key, metric))
+            for metric, (_, scale) in SHOWN.items()
+        ]
+        for key in keys
+    }
+    titles = (title for title, _ in SHOWN.values())
+    return cells_table(f"Llumnix, Fig. 11, {trace}", "requests/s, system", titles, rows)
 
 
 def bounds(cells: Cells) -> Table:

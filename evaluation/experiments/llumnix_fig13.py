@@ -19,11 +19,10 @@ from fleetpilot.evaluation.experiments.llumnix_runs import (
     Size,
     Values,
     bounds_table,
+    cells_table,
     fleet,
     measured,
-    ratio,
     run_jobs,
-    table,
     with_range,
 )
 from fleetpilot.evaluation.tables import Table
@@ -102,16 +101,13 @@ def bounds(cells: Cells) -> Table:
 
 def comparison(who: str, cells: Cells) -> Table:
     """All cells of requests of one priority beside the paper's."""
-    rows = []
-    for place, cv in enumerate(FIG13_CV):
-        for system in SYSTEMS:
-            rows.append([f"CV {cv:g}, {system}"])
-            for metric, (_, scale) in METRICS.items():
-                theirs = scale * FIG13[who][metric][system][place]
-                ours = [repeat[metric] for repeat in cells[cv, system, who]]
-                rows[-1] += [f"{theirs:.3g}", with_range(ours, scale), ratio(scale * float(np.mean(ours)), theirs)]
-    header = ["cell"]
-    for title, _ in METRICS.values():
-        header += [f"{title}: paper", "ours", "ratio"]
-    note = "Ours: mean (range) over the repeats; ratio: ours / paper."
-    return table(f"Llumnix, Fig. 13, requests of {who} priority", header, rows, note)
+    rows = {
+        f"CV {cv:g}, {system}": [
+            ([repeat[metric] for repeat in cells[cv, system, who]], scale, FIG13[who][metric][system][place])
+            for metric, (_, scale) in METRICS.items()
+        ]
+        for place, cv in enumerate(FIG13_CV)
+        for system in SYSTEMS
+    }
+    titles = (title for title, _ in METRICS.values())
+    return cells_table(f"Llumnix, Fig. 13, requests of {who} priority", "cell", titles, rows)

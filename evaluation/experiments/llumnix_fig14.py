@@ -22,14 +22,13 @@ from fleetpilot.evaluation.experiments.llumnix_runs import (
     Values,
     all_hold,
     bounds_table,
+    cells_table,
     fleet,
     instances_used,
     mean,
     measured,
     policy,
-    ratio,
     run_jobs,
-    table,
     with_range,
 )
 from fleetpilot.evaluation.tables import Table
@@ -107,16 +106,13 @@ def bounds(cells: Cells) -> Table:
 
 def comparison(cells: Cells) -> Table:
     """All cells beside the paper's."""
-    rows = []
-    for panel, shown in FIG14.items():
-        for place, x in enumerate(shown["x"]):
-            for system in SYSTEMS:
-                rows.append([f"{TITLES[panel].format(x)}, {system}"])
-                for metric in METRICS:
-                    theirs = shown[metric][system][place]
-                    ours = [repeat[metric] for repeat in cells[panel, x, system]]
-                    rows[-1] += [f"{theirs:.3g}", with_range(ours), ratio(float(np.mean(ours)), theirs)]
-    header = ["cell"]
-    for title in METRICS.values():
-        header += [f"{title}: paper", "ours", "ratio"]
-    return table("Llumnix, Fig. 14", header, rows, "Ours: mean (range) over the repeats; ratio: ours / paper.")
+    rows = {
+        f"{TITLES[panel].format(x)}, {system}": [
+            ([repeat[metric] for repeat in cells[panel, x, system]], 1.0, shown[metric][system][place])
+            for metric in METRICS
+        ]
+        for panel, shown in FIG14.items()
+        for place, x in enumerate(shown["x"])
+        for system in SYSTEMS
+    }
+    return cells_table("Llumnix, Fig. 14", "cell", METRICS.values(), rows)

@@ -195,6 +195,29 @@ def table(title: str, header: list[str], rows: Iterable[Sequence[str]], note: st
     return Table(title, header, [[Text(cell) for cell in row] for row in rows], note)
 
 
+def cells_table(
+    title: str, of: str, titles: Iterable[str], cells: dict[str, list[tuple[Sequence[float], float, float]]]
+) -> Table:
+    """Cells beside the paper's.
+
+    Args:
+        title: of the table.
+        of: what a cell is, the first column.
+        titles: of the metrics.
+        cells: by name, for each metric ours over the repeats, the factor to the figure's unit, and the paper's value.
+    """
+    rows = []
+    for name, metrics in cells.items():
+        rows.append([name])
+        for ours, scale, paper in metrics:
+            theirs = scale * paper
+            rows[-1] += [f"{theirs:.3g}", with_range(ours, scale), ratio(scale * float(np.mean(ours)), theirs)]
+    header = [of]
+    for metric in titles:
+        header += [f"{metric}: paper", "ours", "ratio"]
+    return table(title, header, rows, "Ours: mean (range) over the repeats; ratio: ours / paper.")
+
+
 def all_hold(title: str, accepted: str, ours: Sequence[bool], paper: str = "-") -> Bound:
     """A bound that every one of several cells is to meet."""
     return Bound(title, paper, f"{sum(ours)} of {len(ours)}", accepted, all(ours))

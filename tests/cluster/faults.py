@@ -375,14 +375,14 @@ FLEET_FAULTS = (
     Fault(
         "ready instances offer waiting requests, too",
         MIGRATION,
-        "return inst.tail if inst.life == STATE_DRAINING else NIL",
-        "return inst.tail",
+        "inst.decodes > 0 or (inst.life == STATE_DRAINING and inst.tail != NIL)",
+        "inst.decodes > 0 or inst.tail != NIL",
     ),
     Fault(
         "a draining instance offers the first of its queue",
         MIGRATION,
-        "return inst.tail if inst.life == STATE_DRAINING else NIL",
-        "return inst.head if inst.life == STATE_DRAINING else NIL",
+        "    return inst.tail  #",
+        "    return inst.head  #",
     ),
     Fault(
         "a waiting request moves to the front of the queue",

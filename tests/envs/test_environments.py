@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from typing import Any
 
 import gymnasium
@@ -14,6 +11,7 @@ import pytest
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
+from subprocesses import printed_compiled_and_uncompiled
 
 from fleetpilot.envs import SCENARIOS, FleetEnv, FleetVectorEnv
 from fleetpilot.envs.kernel import METRICS
@@ -139,16 +137,7 @@ while not terminated:
     step += 1
 print(info["episode_metrics"], observation["instances"].tobytes().hex())
 """
-    said = [
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code],
-            env={**os.environ, "NUMBA_DISABLE_JIT": disabled},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for disabled in ("0", "1")
-    ]
+    said = printed_compiled_and_uncompiled(code)
     assert said[0] == said[1] != ""
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from typing import Any
 
 import gymnasium
@@ -15,6 +12,7 @@ from gymnasium.utils import seeding
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
+from subprocesses import printed_compiled_and_uncompiled
 
 from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import RunLog, simulate
@@ -135,16 +133,7 @@ while not terminated:
     step += 1
 print(step, reward, info["episode_metrics"], observation["instances"].tobytes().hex())
 """
-    said = [
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code],
-            env={**os.environ, "NUMBA_DISABLE_JIT": disabled},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for disabled in ("0", "1")
-    ]
+    said = printed_compiled_and_uncompiled(code)
     assert said[0] == said[1] != ""
 
 
