@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,7 +196,7 @@ def table(title: str, header: list[str], rows: Iterable[Sequence[str]], note: st
 
 
 def cells_table(
-    title: str, of: str, titles: Iterable[str], cells: dict[str, list[tuple[Sequence[float], float, float]]]
+    title: str, of: str, titles: Iterable[str], cells: Mapping[str, Sequence[tuple[Sequence[float], float, float]]]
 ) -> Table:
     """Cells beside the paper's.
 
