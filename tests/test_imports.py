@@ -19,6 +19,7 @@ HTTP = {
     "aiohttp",
     "http",
     "httptools",
+    "fleetpilot.dispatcher",
     "httpx",
     "requests",
     "socket",
@@ -35,6 +36,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "envs": TORCH | HTTP,
     "baselines": CLUSTER | GYMNASIUM | TORCH | HTTP,
     "evaluation": HTTP,
+    "dispatcher": GYMNASIUM | TORCH,
 }
 """Folder -> what it must not import, itself and the modules inside. A folder may always import its own."""
 
