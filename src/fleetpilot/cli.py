@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import fleetpilot
+from fleetpilot.serving import add_serve
 
 if TYPE_CHECKING:
     from fleetpilot.cluster import FleetConfig
@@ -52,6 +53,7 @@ EXAMPLES = """examples:
   fleetpilot evaluate --policies all --workload trace.csv --load 0.8,0.95 --segments 10 -o runs/mine
   fleetpilot evaluate --experiment llumnix-motivation
   fleetpilot trace inspect trace.csv
+  fleetpilot serve --engines http://127.0.0.1:8001 http://127.0.0.1:8002 --policy llumnix
 """
 
 
@@ -84,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if debug or (error.name or "").startswith("fleetpilot"):
             raise
-        return _say(f"error: {error.name} is not installed; this needs: pip install 'fleetpilot[eval]'", BAD_INPUT)
+        extra = "serve" if error.name in ("httptools", "orjson", "prometheus_client") else "eval"
+        return _say(f"error: {error.name} is not installed; this needs: pip install 'fleetpilot[{extra}]'", BAD_INPUT)
 
 
 def _say(text: str, status: int) -> int:
@@ -164,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_simulate(commands)
     _add_evaluate(commands)
     _add_trace(commands)
+    add_serve(_command, commands)
     return parser
 
 
