@@ -161,6 +161,10 @@ class Fleet:
             fleet["decisions"] += 1
         return choice
 
+    def poll_age_s(self, slot: int) -> float:
+        """Age of an instance's last poll; inf before the first."""
+        return time.monotonic() - float(self._polled_s[slot])
+
     def set_migrating(self, slot: int, migrating: bool) -> None:
         """Whether an instance takes part in a migration."""
         self._instances["migrating"][slot] = migrating

@@ -165,6 +165,8 @@ class Relay:
             self.engine_broke(trouble)
             return
         if answer.finished and not self.ended:
+            if answer.stopped and self._attempt is not None:
+                self._attempt.call.cancel()  # the engine does not know of the stop string
             self._finish()
 
     def _count(self, tokens: int) -> None:
@@ -185,8 +187,6 @@ class Relay:
 
     def _finish(self) -> None:
         self.engine.failures = 0
-        if self._attempt is not None:
-            self._attempt.call.cancel()  # nothing if it is complete; a stop string ends it here
         self.exchange.finish()
         self._end("finished")
 
@@ -209,7 +209,8 @@ class Relay:
                 self.fail(502, f"the engine gave no answer: {reason}")
         elif self.answer is not None and self.answer.reached_end:
             self.exchange.write(b"".join(self.answer.conclude()))
-            self._finish()
+            self.exchange.finish()
+            self._end("finished")
         elif not self.fail_over():
             self._cut(reason)
 
@@ -241,6 +242,8 @@ class Relay:
         if self._failovers >= self.dispatcher.config.max_failovers:
             return False
         self._failovers += 1
+        if self.moved_by is not None:
+            self.dispatcher.counts["migrations not taken up"] += 1
         failed = self.slot
         self.detach()
         self.dispatcher.go_on_elsewhere(self, failed)
@@ -331,12 +334,13 @@ class _Attempt:
             self.events = None
 
     def on_data(self, data: bytes) -> None:
-        if self.wanted:
+        if self.wanted and not self.relay.ended:
             self.relay.on_data(data, self.events)
 
     def on_end(self) -> None:
-        if self.wanted:
+        if self.wanted and not self.relay.ended:
             self.relay.on_end()
 
     def on_error(self, error: CallError) -> None:
-        self.relay.engine_broke(str(error))
+        if not self.relay.ended:
+            self.relay.engine_broke(str(error))

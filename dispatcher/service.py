@@ -76,6 +76,7 @@ class Dispatcher:
         self.prompts = Prompts(self)
         self._held: deque[Relay] = deque()
         self._homeless: deque[Relay] = deque()  # streams whose engine failed, waiting for another
+        self._placing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: HttpServer | None = None
         self._mean_output_tokens = 256.0
@@ -301,14 +302,30 @@ class Dispatcher:
 
     def place_held(self) -> None:
         """Ask again for what waits: streams without an engine first, then requests in order."""
+        if self._placing:
+            return
+        self._placing = True
+        try:
+            self._place_homeless()
+            self._place_held()
+        finally:
+            self._placing = False
+
+    def _place_homeless(self) -> None:
         for relay in list(self._homeless):
             if self._resume(relay, frozenset()):
                 self._homeless.remove(relay)
             elif time.monotonic() - relay.homeless_since_s > self.config.max_hold_s:
                 self._homeless.remove(relay)
                 relay.fail(503, f"its engine failed, and no other took it within {self.config.max_hold_s:g} s")
-        while self._held and self._held[0].place():
-            self._held.popleft()
+
+    def _place_held(self) -> None:
+        while self._held:
+            relay = self._held[0]
+            if not relay.place():
+                return
+            if self._held and self._held[0] is relay:  # one that is given up takes itself out
+                self._held.popleft()
             self.fleet.held = len(self._held)
 
     def _tick(self) -> None:

@@ -32,7 +32,7 @@ async def watch(dispatcher: Dispatcher, engine: Engine) -> None:
             await _poll(dispatcher, engine)
             failed = 0
         except (CallError, TimeoutError, ValueError) as error:
-            refused = isinstance(error, CallError) and "refused" in str(error)
+            refused = isinstance(error, CallError) and error.refused
             failed += _FAILED_POLLS if refused else 1
             dispatcher.counts["failed_polls"] += 1
             if failed >= _FAILED_POLLS and engine.serves:
