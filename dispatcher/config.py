@@ -23,6 +23,7 @@ class ServeConfig:
 
     Attributes:
         engines: base URLs of vLLM servers.
+        engines_file: a file of such URLs, one per line, read every second: new ones join, missing ones drain and leave.
         policy: a baseline's name, with parameters behind a ``?``.
         fallback: the baseline that decides where the policy cannot.
         profile: of the engines, by name or TOML file: the constants that policies read.
@@ -53,6 +54,7 @@ class ServeConfig:
     """
 
     engines: tuple[str, ...] = ()
+    engines_file: str = ""
     policy: str = "llumnix"
     fallback: str = "join-shortest-queue"
     profile: str = "h100-llama-3.1-8b"
@@ -111,6 +113,8 @@ class ServeConfig:
                 raise ValueError(f"{name} = {value!r}: expected a number from {low:g} to {high:,.10g}")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("tls_cert and tls_key: expected both or none")
+        if self.engines and self.engines_file:
+            raise ValueError("engines and engines_file: expected one of them")
         if len(set(self.engines)) != len(self.engines):
             raise ValueError(f"engines = {list(self.engines)!r}: expected each URL once")
 
