@@ -146,7 +146,11 @@ class Answer:
             return
         chunk = orjson.loads(data)
         if "error" in chunk:
-            raise EngineError(str(chunk["error"]))
+            if self.seams or not _is_the_clients(chunk["error"]):
+                raise EngineError(str(chunk["error"]))
+            self.fixed = "refused"
+            yield event(data)
+            return
         if any(choice["finish_reason"] == "abort" for choice in chunk["choices"]):
             raise EngineError("the engine aborted the request")
         if not self._head:
@@ -203,7 +207,7 @@ class Answer:
         if text is not None and sent != text:
             _set_text(choice, sent)
         if stop is not None:
-            choice["finish_reason"], choice["stop_reason"] = "stop", stop
+            choice = _stopped_by(stop, choice)
         return choice, stop
 
     def _leave_out_what_came_before(self, choice: dict[str, Any], token_ids: list[int]) -> None:
@@ -237,6 +241,12 @@ class Answer:
         }
 
 
+def _is_the_clients(error: Any) -> bool:
+    """Whether an error inside a stream says that the request is wrong, which may be found after the head was sent."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return isinstance(code, int) and 400 <= code < 500
+
+
 def _text_of(choice: dict[str, Any]) -> str | None:
     """The text that a chunk adds; None where it adds what is not text: reasoning, tool calls."""
     if "delta" not in choice:
@@ -257,6 +267,12 @@ def _set_text(choice: dict[str, Any], text: str) -> None:
 def _hide(holder: dict[str, Any], name: str) -> None:
     if name in holder:
         holder[name] = None
+
+
+def _stopped_by(stop: str, choice: dict[str, Any]) -> dict[str, Any]:
+    """The choice with the reason of its end, which a chat's has before the token ids."""
+    behind = {} if "stop_reason" in choice else {"token_ids": choice.pop("token_ids", None)}
+    return choice | {"finish_reason": "stop", "stop_reason": stop} | behind
 
 
 def _chat_choice(choice: dict[str, Any]) -> dict[str, Any]:

@@ -160,7 +160,8 @@ def _text(request: ApiRequest) -> str:
         prompt = request.fields.get("prompt")
         return prompt if isinstance(prompt, str) else str(prompt)
     parts = []
-    for message in request.fields.get("messages") or ():
+    messages = request.fields.get("messages")
+    for message in messages if isinstance(messages, list) else ():  # the engine says what is wrong with it
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, str):
             parts.append(content)

@@ -47,6 +47,10 @@ def _anything(value: Any) -> bool:
     return True
 
 
+def _mapping(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
 def _empty(value: Any) -> bool:
     return not value
 
@@ -91,7 +95,7 @@ _SAMPLING: dict[str, Callable[[Any], bool]] = {
 
 _MOVABLE: dict[str, Callable[[Any], bool]] = _SAMPLING | {
     "stream": lambda value: value is True,
-    "stream_options": _anything,
+    "stream_options": _mapping,
     "max_tokens": _anything,
     "min_tokens": _anything,
     "stop": _stops,

@@ -236,6 +236,29 @@ def test_an_engine_that_gives_up_has_failed(data: bytes) -> None:
         fed(Answer(a_request()), [data])
 
 
+def test_an_error_that_is_the_clients_ends_its_stream_as_the_engine_does() -> None:
+    """vLLM finds some of them only after the stream's head was sent."""
+    answer = Answer(a_request())
+    error = b'{"error": {"message": "Token id 600 is out of vocabulary", "type": "BadRequestError", "code": 400}}'
+    assert fed(answer, [error, DONE]) == [event(error), event(DONE)]
+    assert answer.finished
+    assert answer.fixed
+    moved_answer = Answer(a_request())
+    fed(moved_answer, engine_events(a_request())[:3])
+    moved_answer.resume()
+    with pytest.raises(EngineError):  # what goes on elsewhere was in order where it began
+        fed(moved_answer, [error])
+
+
+def test_a_stop_string_in_a_chat_ends_it_with_the_engines_own_keys_in_order() -> None:
+    request = a_request(CHAT, stop=["mw"])
+    answer = Answer(request)
+    *_, last, _done = fed(answer, engine_events(request))
+    choice = orjson.loads(last[6:])["choices"][0]
+    assert list(choice) == ["index", "delta", "logprobs", "finish_reason", "stop_reason", "token_ids"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "mw")
+
+
 def test_reasoning_is_not_rebuilt_from_tokens() -> None:
     answer = Answer(a_request(CHAT))
     chunk = {"choices": [{"index": 0, "delta": {"reasoning": "hm"}, "finish_reason": None, "token_ids": [5]}]}
@@ -258,6 +281,7 @@ def test_reasoning_is_not_rebuilt_from_tokens() -> None:
         ({"prompt": [[1, 2], [3]]}, "prompt"),
         ({"stop": [""]}, "stop"),
         ({"stream": False}, "stream"),
+        ({"stream_options": "all"}, "stream_options"),
         ({"something_new": 1}, "something_new"),
     ],
 )

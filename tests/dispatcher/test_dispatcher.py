@@ -207,6 +207,27 @@ def test_a_malformed_request_gets_an_error_that_names_the_field(body: bytes, wor
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": 5}),
+        ("/v1/chat/completions", {"messages": "text"}),
+        ("/v1/chat/completions", {"messages": [5]}),
+        ("/v1/completions", {"stream_options": "all"}),
+        ("/v1/completions", {"prompt": {"a": 1}}),
+    ],
+)
+def test_what_the_dispatcher_does_not_understand_is_for_the_engine_to_judge(route: str, fields: Any) -> None:
+    async def test() -> None:
+        async with a_fleet(1) as (dispatcher, client, (engine,)):
+            engine.refuse = (400, {})
+            assert (await ask(client, route=route, **fields)).status == 400
+            assert len(engine.seen) == 2
+            assert is_empty(dispatcher)
+
+    run(test)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("tracks", [True, False])
 def test_a_client_that_leaves_aborts_its_request(stream: bool, tracks: bool) -> None:
