@@ -63,7 +63,7 @@ class Dispatcher:
 
     def __init__(self, config: ServeConfig, policy: Policy | None = None):
         if not (config.engines or config.engines_file):
-            raise ValueError("engines: got none, expected at least one URL, or engines_file")
+            raise ValueError("engines: got none, expected at least one URL, or engines_file, or emulate")
         self.config = config
         fallback = load_policy(config.fallback)
         if not isinstance(fallback, CompiledPolicy):
