@@ -46,7 +46,7 @@ MIN_POLL_INTERVAL_S = 1e-3
 MAX_POLLS_IN_FLIGHT = 10_000
 """Beyond these a slip of the finger would run for days or out of memory."""
 
-SERVE_MODULES = ("httptools", "orjson", "prometheus_client", "uvloop")
+SERVE_MODULES = {"uvloop", "httptools", "orjson", "prometheus_client"}
 
 FLEET_EXAMPLE = "a10-llama-7b:4,h100-llama-3.1-8b:2"
 
