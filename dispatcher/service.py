@@ -63,7 +63,7 @@ class Dispatcher:
 
     def __init__(self, config: ServeConfig, policy: Policy | None = None):
         if not (config.engines or config.engines_file):
-            raise ValueError("engines: got none, expected at least one URL, or engines_file")
+            raise ValueError("engines: got none, expected at least one URL, or engines_file, or emulate")
         self.config = config
         fallback = load_policy(config.fallback)
         if not isinstance(fallback, CompiledPolicy):
@@ -77,7 +77,7 @@ class Dispatcher:
         self.migrations: set[Migration] = set()
         self.prompts = Prompts(self)
         self._held: deque[Relay] = deque()
-        self._homeless: deque[Relay] = deque()  # streams whose engine failed, waiting for another
+        self._homeless: deque[Relay] = deque()  # whose engine failed, waiting for another
         self._placing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: HttpServer | None = None
@@ -343,7 +343,7 @@ class Dispatcher:
     # placing what waits
 
     def go_on_elsewhere(self, relay: Relay, failed: int) -> None:
-        """A stream lost its engine."""
+        """A request lost its engine."""
         self.counts["failovers"] += 1
         relay.homeless_since_s = time.monotonic()
         if not self._resume(relay, frozenset((failed,))):
@@ -351,7 +351,7 @@ class Dispatcher:
 
     def _resume(self, relay: Relay, without: frozenset[int]) -> bool:
         slot = self.fleet.choose_dispatch(relay.facts_now(), False, without)
-        return slot != NONE and relay.resume_at(slot, copied=False)
+        return slot != NONE and relay.go_on_at(slot)
 
     def place_held(self) -> None:
         """Ask again for what waits: streams without an engine first, then requests in order."""

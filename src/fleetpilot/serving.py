@@ -15,11 +15,13 @@ from collections.abc import Callable
 from typing import Any, get_origin, get_type_hints
 
 EXAMPLES = """examples:
+  fleetpilot serve --emulate 4
   fleetpilot serve --engines http://127.0.0.1:8001 http://127.0.0.1:8002 --policy llumnix
   fleetpilot serve --engines http://127.0.0.1:8001 http://127.0.0.1:8002 --check
   FLEETPILOT_SERVE_API_KEYS=secret fleetpilot serve --config fleet.toml
 """
 
+_GRACE_S = 30.0
 _IN_FILES_ONLY = ("api_keys", "engine_api_key")
 """Secrets: an argument could be read by everyone on the machine."""
 
@@ -98,6 +100,9 @@ def _check(config: Any, *, as_json: bool) -> int:
 async def _serve(config: Any) -> None:
     from fleetpilot.dispatcher.service import Dispatcher
 
+    emulated = None
+    if config.emulate:
+        config, emulated = await _emulated(config)
     dispatcher = Dispatcher(config)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -105,15 +110,29 @@ async def _serve(config: Any) -> None:
         loop.add_signal_handler(number, stopped.set)
     await dispatcher.start()
     scheme = "https" if config.tls_cert else "http"
-    print(
-        f"serving {len(config.engines)} engines with {config.policy} at {scheme}://{config.host}:{dispatcher.port}/v1",
-        flush=True,
-    )
+    engines = f"{len(config.engines)} engines" if config.engines else f"the engines of {config.engines_file}"
+    print(f"serving {engines} with {config.policy} at {scheme}://{config.host}:{dispatcher.port}/v1", flush=True)
     try:
         await stopped.wait()
-        print("draining; interrupt again to stop at once", file=sys.stderr)
+        print("requests on their way may end; interrupt again to stop at once", file=sys.stderr)
         stopped.clear()
-        drained = asyncio.create_task(dispatcher.stop(grace_s=30.0))
+        drained = asyncio.create_task(dispatcher.stop(grace_s=_GRACE_S))
         await asyncio.wait((drained, asyncio.create_task(stopped.wait())), return_when=asyncio.FIRST_COMPLETED)
     finally:
         await dispatcher.stop()
+        if emulated is not None:
+            await emulated.stop()
+
+
+async def _emulated(config: Any) -> tuple[Any, Any]:
+    """Emulated engines, listening, and the configuration with their URLs."""
+    from fleetpilot.dispatcher.emulator.engine import warm_up
+    from fleetpilot.dispatcher.emulator.fleet import EmulatedFleet
+    from fleetpilot.fleet.profiles import load_profile
+
+    profiles = [load_profile(config.profile)] * config.emulate
+    print("compiling the emulated engines' scheduler; the first time takes a minute", file=sys.stderr)
+    warm_up(profiles)
+    emulated = EmulatedFleet(profiles)
+    await emulated.start()
+    return dataclasses.replace(config, emulate=0, engines=tuple(emulated.urls)), emulated
