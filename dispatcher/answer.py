@@ -101,6 +101,7 @@ class Answer:
         options = request.fields.get("stream_options") or {}
         self._usage = bool(options.get("include_usage"))
         self._usage_sent = False
+        self._usage_details: dict[str, Any] = {}  # fields of a chat's usage that a completion's has not
         self._stops = StopStrings(
             request.stops,
             int(request.fields.get("min_tokens") or 0),
@@ -157,8 +158,8 @@ class Answer:
             self._head = {name: chunk.get(name) for name in ("id", "object", "created", "model")}
         if self.seams:
             chunk |= self._head
-            if usage := chunk.get("usage"):
-                usage |= self._usage_now(self._kept_tokens + usage["completion_tokens"])
+        if usage := chunk.get("usage"):
+            self._make_up(usage, ends=not chunk["choices"])
         self._usage_sent = not chunk["choices"]
         stop = None
         for number, choice in enumerate(chunk["choices"]):
@@ -231,6 +232,15 @@ class Answer:
         if self.seams:
             logprobs["text_offset"] = [offset + self._kept_length for offset in logprobs["text_offset"]]
         self._tokens_length += sum(map(len, logprobs["tokens"]))
+
+    def _make_up(self, usage: dict[str, Any], *, ends: bool) -> None:
+        """Usage behind a seam is of the whole answer, with the fields that it had before."""
+        if self.seams:
+            usage |= self._usage_now(self._kept_tokens + usage["completion_tokens"])
+            if not ends:
+                usage |= self._usage_details
+        elif not ends:
+            self._usage_details = {name: value for name, value in usage.items() if name.endswith("_details")}
 
     def _usage_now(self, completion_tokens: int) -> dict[str, Any]:
         prompt_tokens = len(self.prompt_ids)

@@ -123,8 +123,9 @@ def test_across_seams_the_stream_is_the_engines_to_the_byte(route: str, options:
     assert moved(request, seams) == direct
 
 
-def test_continuous_usage_counts_the_whole_answer() -> None:
-    request = a_request(stream_options={"include_usage": True, "continuous_usage_stats": True})
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_continuous_usage_counts_the_whole_answer(route: str) -> None:
+    request = a_request(route, stream_options={"include_usage": True, "continuous_usage_stats": True})
     assert moved(request, [3, 8]) == [event(data) for data in engine_events(request, ids_asked=False)]
 
 

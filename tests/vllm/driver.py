@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a dispatcher in front of real engines, raw requests, counters, streams compared."""
+"""A dispatcher in front of real engines, raw requests to both, engines' counters, and streams compared."""
 
 from __future__ import annotations
 
@@ -162,23 +162,30 @@ def assert_same(ours: Stream, direct: Stream) -> None:
     if [_masked(event) for event in ours.events] == [_masked(event) for event in direct.events]:
         return
     assert ours.text == direct.text
-    assert _joined(ours) == _joined(direct)
+    (forms, lists, usage), expected = _joined(ours), _joined(direct)
+    assert forms == expected[0]
+    assert usage == expected[2]
+    numbers: list[float] = []
+    expected_numbers: list[float] = []
+    assert _numbers_apart(lists, numbers) == _numbers_apart(expected[1], expected_numbers)
+    assert np.allclose(numbers, expected_numbers, atol=1e-3)
 
 
 def _masked(event: bytes) -> bytes:
     return re.sub(rb'"(id|created|system_fingerprint)":("[^"]*"|\d+)', rb'"\1":0', event)
 
 
-def _joined(stream: Stream) -> Any:
+def _joined(stream: Stream) -> tuple[list[str], dict[str, list[Any]], Any]:
     """What the chunks hold on the whole, and the forms that they have, each once in a row."""
     forms: list[str] = []
     lists: dict[str, list[Any]] = {}
     usage = None
     for chunk in stream.chunks:
-        usage = chunk.pop("usage", usage)
+        if usage := chunk.get("usage"):
+            chunk["usage"] = list(usage)
         chunk |= {name: 0 for name in ("id", "created", "system_fingerprint") if name in chunk}
         for choice in chunk["choices"]:
-            holder = choice["delta"] if "delta" in choice else choice
+            holder = choice.get("delta", choice)
             holder.update({name: "" for name in ("text", "content") if name in holder})
             for name in ("token_ids", "logprobs"):
                 _gather(lists, name, choice)
@@ -197,6 +204,18 @@ def _gather(lists: dict[str, list[Any]], name: str, choice: dict[str, Any]) -> N
     elif value:
         lists.setdefault(name, []).extend(value)
         choice[name] = []
+
+
+def _numbers_apart(value: Any, numbers: list[float]) -> Any:
+    """The value without fractions, which go to `numbers`: those of log-probabilities depend on the batch."""
+    if isinstance(value, float):
+        numbers.append(value)
+        return 0.0
+    if isinstance(value, list):
+        return [_numbers_apart(item, numbers) for item in value]
+    if isinstance(value, dict):
+        return {key: _numbers_apart(value[key], numbers) for key in sorted(value)}
+    return value
 
 
 async def stream(

@@ -39,6 +39,8 @@ from engines import MODEL_NAME, Engine, free_ports
 
 pytestmark = pytest.mark.vllm
 
+Engines = tuple[Engine, Engine]
+
 TEXT = "Once upon a time there was a fleet of engines."
 IDS = [72, 101, 108, 108, 111, 44, 32, 300, 301]
 TOOL = {
@@ -92,7 +94,7 @@ def without_time(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
-def test_answers_equal_direct_ones(engines: list[Engine], route: str) -> None:
+def test_answers_equal_direct_ones(engines: Engines, route: str) -> None:
     async def test() -> None:
         async with serving(engines) as (dispatcher, client), http_client(engines[0].url) as engine:
 
@@ -148,7 +150,7 @@ async def compare_whole(
     assert answer.headers["content-type"] == expected.headers["content-type"]
 
 
-def test_the_official_client(engines: list[Engine]) -> None:
+def test_the_official_client(engines: Engines) -> None:
     async def test() -> None:
         async with serving(engines) as (dispatcher, _):
             ours = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{dispatcher.port}/v1", api_key="x", max_retries=0)
@@ -232,7 +234,7 @@ ERRORS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
-def test_a_wrong_request_gets_one_clear_error(engines: list[Engine], route: str) -> None:
+def test_a_wrong_request_gets_one_clear_error(engines: Engines, route: str) -> None:
     """The engine's own, or the dispatcher's where it has to understand the field itself."""
 
     async def test() -> None:
@@ -277,7 +279,7 @@ def test_a_wrong_request_gets_one_clear_error(engines: list[Engine], route: str)
         ),
     ],
 )
-def test_what_is_no_request_never_reaches_an_engine(engines: list[Engine], sent: bytes, status: int) -> None:
+def test_what_is_no_request_never_reaches_an_engine(engines: Engines, sent: bytes, status: int) -> None:
     async def test() -> None:
         async with serving(engines) as (dispatcher, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", dispatcher.port)
@@ -294,7 +296,7 @@ def test_what_is_no_request_never_reaches_an_engine(engines: list[Engine], sent:
 
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("moves", [True, False])
-def test_a_client_that_leaves_aborts_its_request(engines: list[Engine], streamed: bool, moves: bool) -> None:
+def test_a_client_that_leaves_aborts_its_request(engines: Engines, streamed: bool, moves: bool) -> None:
     """Within a second, of three tries on a machine that may be busy."""
 
     async def test() -> None:
@@ -320,8 +322,8 @@ def test_a_client_that_leaves_aborts_its_request(engines: list[Engine], streamed
     run(test)
 
 
-def test_urgent_requests_do_not_queue(engines: list[Engine]) -> None:
-    """Behind a full batch, the last to come starts first, and its number stands for itself with moved requests between."""
+def test_urgent_requests_do_not_queue(engines: Engines) -> None:
+    """Behind a full batch the last to come starts first; the header counts as the field does."""
 
     async def test() -> None:
         engine = engines[0]
@@ -359,7 +361,7 @@ def test_urgent_requests_do_not_queue(engines: list[Engine]) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_prefill_here_and_decode_there(engines: list[Engine], streamed: bool) -> None:
+def test_prefill_here_and_decode_there(engines: Engines, streamed: bool) -> None:
     """Clients that do this themselves are passed through: the second engine computes next to nothing of the prompt."""
 
     async def test() -> None:
@@ -387,7 +389,7 @@ def test_prefill_here_and_decode_there(engines: list[Engine], streamed: bool) ->
     run(test)
 
 
-def test_the_command(engines: list[Engine]) -> None:
+def test_the_command(engines: Engines) -> None:
     """`fleetpilot serve` as users start it, with the policy it has by default."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "fleetpilot", "serve", "--port", str(port), "--profile", "tiny-cpu", "--engines"]

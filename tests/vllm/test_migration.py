@@ -43,6 +43,8 @@ from fleetpilot.fleet.view import KIND_DESTINATION, KIND_DISPATCH, KIND_SOURCE, 
 
 pytestmark = pytest.mark.vllm
 
+Engines = tuple[Engine, Engine]
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.ABCDEFGHIJ"
 ANSWER_TOKENS = 90
 LEAST_LEFT_TOKENS = 20
@@ -82,7 +84,7 @@ def context_tokens(relay: Relay) -> int:
 
 
 async def move_and_count(
-    dispatcher: Dispatcher, engines: list[Engine], relay: Relay, at_tokens: int, turns: asyncio.Lock
+    dispatcher: Dispatcher, engines: Engines, relay: Relay, at_tokens: int, turns: asyncio.Lock
 ) -> tuple[float, float, int]:
     """Move a request to the other engine: tokens that came there by NIXL, and were computed, and its context by then.
 
@@ -102,7 +104,7 @@ async def move_and_count(
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_moved_streams_are_those_of_unmoved_requests(engines: list[Engine], twice: bool) -> None:
+def test_moved_streams_are_those_of_unmoved_requests(engines: Engines, twice: bool) -> None:
     """Twenty-four requests, three at a time, at random moments; eight of them there and back again."""
 
     async def test() -> None:
@@ -145,7 +147,7 @@ def test_moved_streams_are_those_of_unmoved_requests(engines: list[Engine], twic
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 def test_a_stop_string_across_the_seam_ends_the_answer(
-    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, route: str, include: bool
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, route: str, include: bool
 ) -> None:
     seam_tokens = 30
     wait_for_a_whole_character = migration_module._whole_character
@@ -190,7 +192,7 @@ def text_around(answer: Stream, token: int, reach: int) -> str:
     return text
 
 
-def test_from_a_full_engine_with_a_waiting_line(engines: list[Engine]) -> None:
+def test_from_a_full_engine_with_a_waiting_line(engines: Engines) -> None:
     """What leaves it are requests whose KV cache is there: neither they nor those that stay are disturbed."""
 
     async def test() -> None:
@@ -252,7 +254,7 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_what_cannot_move_is_left_alone(engines: list[Engine]) -> None:
+def test_what_cannot_move_is_left_alone(engines: Engines) -> None:
     async def test() -> None:
         prompt = "".join(random.Random(9).choices(LETTERS, k=500))
         async with serving(engines, Restless(), rebalance_interval_s=0.05) as (dispatcher, client):
@@ -278,7 +280,7 @@ def test_what_cannot_move_is_left_alone(engines: list[Engine]) -> None:
 
 @asynccontextmanager
 async def one_running(
-    engines: list[Engine], max_tokens: int = 300, **settings: Any
+    engines: Engines, max_tokens: int = 300, **settings: Any
 ) -> AsyncIterator[tuple[Dispatcher, httpx.AsyncClient, Relay, asyncio.Task[Stream], dict[str, Any]]]:
     """A request of 1,000 tokens that runs on the first engine."""
     body = a_body(prompt=token_ids(random.Random(21), 1000), max_tokens=max_tokens)
@@ -289,9 +291,7 @@ async def one_running(
         yield dispatcher, client, relay, task, body
 
 
-async def assert_undisturbed(
-    engines: list[Engine], relay: Relay, task: asyncio.Task[Stream], body: dict[str, Any]
-) -> None:
+async def assert_undisturbed(engines: Engines, relay: Relay, task: asyncio.Task[Stream], body: dict[str, Any]) -> None:
     """It ran to its end where it was."""
     ours = await task
     assert relay.answer is not None
@@ -299,7 +299,7 @@ async def assert_undisturbed(
     assert_same(ours, await direct_stream(engines[0], body))
 
 
-def test_a_full_destination_leaves_the_source_undisturbed(engines: list[Engine]) -> None:
+def test_a_full_destination_leaves_the_source_undisturbed(engines: Engines) -> None:
     async def test() -> None:
         generator = random.Random(31)
         fillers = [a_body(prompt=token_ids(generator, 1960), max_tokens=80, priority=-5) for _ in range(4)]
@@ -317,7 +317,7 @@ def test_a_full_destination_leaves_the_source_undisturbed(engines: list[Engine])
     run(test)
 
 
-def test_a_slow_destination_leaves_the_source_undisturbed(engines: list[Engine]) -> None:
+def test_a_slow_destination_leaves_the_source_undisturbed(engines: Engines) -> None:
     async def test() -> None:
         async with one_running(engines, copy_deadline_s=2.0, poll_interval_s=30.0) as (
             dispatcher,
@@ -355,7 +355,7 @@ STAGES = ("before the probe", "before the copy", "during the copy", "before the 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_client_that_leaves_during_a_migration_leaves_nothing_behind(
-    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, stage: str
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     async def test() -> None:
         async with one_running(engines, max_tokens=2000) as (dispatcher, _, relay, task, _body):

@@ -1,0 +1,154 @@
+"""Engines that die: their streams go on elsewhere. Last of the folder, since every test here costs a start."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from typing import Any
+
+import pytest
+from driver import (
+    CHAT,
+    COMPLETIONS,
+    Steered,
+    Stream,
+    a_body,
+    assert_same,
+    direct_stream,
+    metrics,
+    move,
+    relay_of,
+    run,
+    serving,
+    settled,
+    stream,
+    token_ids,
+    until,
+)
+from engines import Engine
+
+from fleetpilot.dispatcher import migration as migration_module
+from fleetpilot.dispatcher.engine import EngineState
+from fleetpilot.dispatcher.service import Dispatcher
+
+pytestmark = pytest.mark.vllm
+
+Engines = tuple[Engine, Engine]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"stream_options": {"include_usage": True}},
+    {"return_token_ids": True},
+    {"logprobs": 1},
+]
+
+
+def eight_requests() -> list[tuple[str, dict[str, Any]]]:
+    generator = random.Random(77)
+    requests: list[tuple[str, dict[str, Any]]] = []
+    for number in range(8):
+        prompt = token_ids(generator, 40 * (number + 1))
+        content: dict[str, Any] = {"prompt": prompt}
+        route = COMPLETIONS
+        if number % 4 == 0:
+            route, content = CHAT, {"messages": [{"role": "user", "content": "Tell me. " * (10 + number)}]}
+        requests.append((route, a_body(max_tokens=80) | content | OPTIONS[number % 4]))
+    return requests
+
+
+async def streams_survive(engines: Engines, number: int, survivor: int) -> None:
+    """Eight streams on the other engine when all its processes get this signal: clients see nothing of it."""
+    requests = eight_requests()
+    victim = 1 - survivor
+    async with serving(engines, Steered(victim)) as (dispatcher, client):
+        names = [f"eight-{number}" for number in range(8)]
+        tasks = [
+            asyncio.create_task(stream(client, body, route, name))
+            for (route, body), name in zip(requests, names, strict=True)
+        ]
+        relays = [await relay_of(dispatcher, name) for name in names]
+        await until(lambda: all(relay.tokens >= 8 for relay in relays))
+        assert not any(task.done() for task in tasks)
+        engines[victim].signal(number)
+        answers = await asyncio.gather(*tasks)
+        assert [relay.slot for relay in relays] == [survivor] * 8
+        assert dispatcher.counts["failovers"] == 8
+        assert dispatcher.outcomes == {"finished": 8}
+        await lost(dispatcher, victim)
+    for (route, body), ours in zip(requests, answers, strict=True):
+        assert_same(ours, await direct_stream(engines[survivor], body, route))
+        assert ours.finish_reason == "length"
+    await settled(engines[survivor])
+
+
+async def lost(dispatcher: Dispatcher, slot: int) -> None:
+    await until(lambda: dispatcher.fleet.engines[slot].state == EngineState.FAILED)
+
+
+def test_streams_survive_a_killed_engine_and_nothing_moves_to_a_dead_one(engines: Engines) -> None:
+    async def test() -> None:
+        await streams_survive(engines, signal.SIGKILL, survivor=1)
+        engines[0].kill()
+        dead, alive = engines
+        body = a_body(prompt=token_ids(random.Random(5), 600), max_tokens=120)
+        async with serving(engines, Steered(1)) as (dispatcher, client):
+            task = asyncio.create_task(stream(client, body, name="stays"))
+            relay = await relay_of(dispatcher, "stays")
+            migration = await move(dispatcher, relay, 0)
+            assert migration.outcome == "copy failed"
+            ours = await task
+            assert relay.answer is not None
+            assert relay.answer.seams == 0
+        assert not dead.alive
+        assert_same(ours, await direct_stream(alive, body))
+        await settled(alive)
+
+    run(test)
+
+
+def test_a_source_killed_during_a_copy(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The destination is stopped while the source is killed, so that the copy is under way for certain."""
+    source, destination = engines
+    copy = migration_module._copy
+
+    async def copy_from_a_dying_source(*arguments: Any) -> None:
+        destination.signal(signal.SIGSTOP)
+        copying = asyncio.create_task(copy(*arguments))
+        await asyncio.sleep(0.5)
+        source.kill()
+        await asyncio.sleep(0.5)
+        destination.signal(signal.SIGCONT)
+        await copying
+
+    monkeypatch.setattr(migration_module, "_copy", copy_from_a_dying_source)
+
+    async def test() -> None:
+        body = a_body(prompt=token_ids(random.Random(6), 1000), max_tokens=150)
+        async with serving(engines) as (dispatcher, client):
+            task = asyncio.create_task(stream(client, body, name="moving"))
+            relay = await relay_of(dispatcher, "moving")
+            migration = await move(dispatcher, relay, 1, at_tokens=20)
+            assert migration.outcome in ("left", "copy refused", "copy late")
+            ours = await task
+            assert dispatcher.counts["failovers"] == 1
+            assert relay.slot == 1
+            await lost(dispatcher, 0)
+            assert_same(ours, await direct_stream(destination, body))
+            await settled(destination)
+            source.start()  # the dispatcher takes it back by itself
+            await until(lambda: dispatcher.fleet.engines[0].state == EngineState.READY)
+            before = (await metrics(source))["vllm:generation_tokens_total", ""]
+            again: Stream = await stream(client, body)
+            assert_same(again, ours)
+            assert (await metrics(source))["vllm:generation_tokens_total", ""] > before
+
+    run(test)
+
+
+def test_streams_survive_an_engine_that_is_shut_down(engines: Engines) -> None:
+    """vLLM ends all its streams with `finish_reason` "abort" then."""
+
+    async def test() -> None:
+        await streams_survive(engines, signal.SIGTERM, survivor=1)
+
+    run(test)
