@@ -46,7 +46,7 @@ pytestmark = pytest.mark.vllm
 Engines = tuple[Engine, Engine]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.ABCDEFGHIJ"
-ANSWER_TOKENS = 90
+ANSWER_TOKENS = 70
 LEAST_LEFT_TOKENS = 20
 """Still to come behind the last seam."""
 LEAST_SHARE_BY_NIXL = 0.95
