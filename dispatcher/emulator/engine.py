@@ -49,7 +49,8 @@ class Job:
         priority: lower goes first, where the engine orders by priority.
         salt: only sequences of the same salt share blocks.
         keep: whether the blocks stay pinned at the end, by the hold `lease`.
-        pulled_tokens: those of the prompt whose KV has come from another engine.
+        cached_tokens: those of the prompt whose KV was there when it was admitted.
+        pulled_tokens: of these, the ones that have come from another engine.
         arrival_s: when it was submitted; the others are NaN until they happen.
     """
 
@@ -70,7 +71,8 @@ class Job:
     ended: bool = False
     path: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     slot: int = NIL
-    hold: int = NIL  # of the blocks that were pulled for it, until it is admitted
+    hold: int = NIL  # of the blocks that are pulled for it, until it is admitted
+    present_tokens: int = 0  # those that were there before the pull
 
 
 class Engine:
@@ -222,6 +224,8 @@ class Engine:
         job.first_token_s = time_s
         job.admitted_s = float(slot["admitted_s"])
         job.cached_tokens = min(int(slot["cached_tokens"]), len(job.prompt))
+        job.pulled_tokens = max(0, min(job.pulled_tokens, job.cached_tokens - job.present_tokens))
+        self.pulled_tokens += job.pulled_tokens
 
     def _leave(self, job: Job) -> None:
         """The job has left the instance."""
@@ -264,8 +268,8 @@ class Engine:
                 self._copying += 1
             self._pulls.popleft()
             if not job.ended:
-                present = int(self._state.slot[job.hold]["computed_tokens"]) if job.hold != NIL else 0
-                on_start(job, blocks - present // self.profile.block_size)
+                job.present_tokens = int(self._state.slot[job.hold]["computed_tokens"]) if job.hold != NIL else 0
+                on_start(job, blocks - job.present_tokens // self.profile.block_size)
 
     def end_pull(self, job: Job, blocks: int, time_s: float) -> None:
         """So many blocks have been copied (0: the copy failed), and the job joins the queue."""
@@ -275,7 +279,6 @@ class Engine:
         if blocks > 0:
             fill_hold(self._handle, job.hold)
             job.pulled_tokens = blocks * self.profile.block_size
-            self.pulled_tokens += job.pulled_tokens
         self.submit(job, time_s)
         self._fetched.append(job)
 
@@ -306,6 +309,7 @@ class Engine:
         """The blocks of a hold are pinned no more."""
         end_hold(self._handle, hold, time_s)
         self._tree.leave(self._holds.pop(hold))
+        self._begin_pulls()
 
     def hold_of(self, hold: int) -> list[int]:
         """Numbers of the blocks that a hold pins."""

@@ -78,7 +78,7 @@ class Faults:
     """What goes wrong, for tests; may be changed while the engine runs.
 
     Attributes:
-        wedged: iterations end no more, while ``/health`` stays green.
+        wedged: iterations end no more, while ``/health`` stays green; see `EmulatedEngine.wedge`.
         unhealthy: ``/health`` answers 503.
         refuse: status with which generation is refused before it begins, as vLLM's admission does with 503; None: not.
         metrics: turns the text of ``/metrics`` into what is told.
@@ -164,11 +164,9 @@ class EmulatedEngine:
         """Stop listening, let requests end for `grace_s`, and cut the rest."""
         transfer.retire(self)
         if self._server is not None:
-            server, self._server = self._server, None
-            await server.close(grace_s)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+            await self._server.close(grace_s)
+            self._server = None
+        self._schedule()
         for task in list(self._tasks):
             task.cancel()
         self.leases.clear()
@@ -184,12 +182,13 @@ class EmulatedEngine:
 
     def wedge(self) -> None:
         """From now on nothing goes on, while the engine looks healthy."""
+        self._catch_up()
         self.faults.wedged = True
+        self._schedule()
 
     def unwedge(self) -> None:
-        """Go on."""
+        """Go on, from where the engine's clock stood still."""
         self.faults.wedged = False
-        # its clock stood still: what was lost is not made up for
         self._zero_s = self._loop.time() - max(self.engine.time_s, min(self._now_s(), self.engine.next_s))
         self._schedule()
 
@@ -215,14 +214,14 @@ class EmulatedEngine:
 
     def _schedule(self) -> None:
         """See to it that the next boundary comes in time."""
-        next_s = self.engine.next_s
-        if self._server is None or next_s == self._timer_s:
+        next_s = float("inf") if self.faults.wedged or self._server is None else self.engine.next_s
+        if next_s == self._timer_s:
             return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._timer_s = next_s
-        if next_s < float("inf") and not self.faults.wedged:
+        if next_s < float("inf"):
             self._timer = self._loop.call_at(self._zero_s + next_s, self._tick)
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -298,7 +297,7 @@ class EmulatedEngine:
             metrics.queue_s.observe(job.admitted_s - job.arrival_s)
             metrics.prompt_tokens += len(job.prompt)
             metrics.cached_tokens += job.cached_tokens
-            metrics.pulled_tokens += min(job.pulled_tokens, job.cached_tokens)
+            metrics.pulled_tokens += job.pulled_tokens
         else:
             metrics.gap_s.observe(now_s - job.last_token_s)
 
