@@ -11,11 +11,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from emulated import FAST, Emulated
 
 from fleetpilot.dispatcher.emulator import Options
+from fleetpilot.dispatcher.emulator.engine import warm_up
 from fleetpilot.fleet.profiles import HardwareProfile
 
 
+@pytest.fixture(scope="session")
+def compiled() -> None:
+    """What engines run is compiled, which can take longer than a client waits."""
+    warm_up([FAST])
+
+
 @pytest.fixture
-def emulate() -> Iterator[Callable[..., Emulated]]:
+def emulate(compiled: None) -> Iterator[Callable[..., Emulated]]:
     """Starts emulated engines; they are stopped at the end of the test."""
     started = []
 

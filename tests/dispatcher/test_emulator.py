@@ -325,7 +325,9 @@ def test_a_client_that_goes_away_frees_its_blocks(emulate: Start, streamed: bool
     [
         (b"{", 400, "Bad Request", "body.1"),
         (b"[]", 400, "Bad Request", "body"),
-        ({}, 400, "Bad Request", "prompt"),
+        (b"", 400, "Bad Request", "body"),
+        ({"prompt": []}, 400, "BadRequestError", None),
+        ({}, 400, "BadRequestError", "prompt"),
         ({"prompt": "a", "model": "other"}, 404, "NotFoundError", "model"),
         ({"prompt": "a", "max_tokens": "many"}, 400, "Bad Request", "body.max_tokens"),
         ({"prompt": "a", "max_tokens": 1.5}, 400, "Bad Request", "body.max_tokens"),
@@ -342,9 +344,9 @@ def test_a_client_that_goes_away_frees_its_blocks(emulate: Start, streamed: bool
         ({"prompt": "a", "n": 2, "temperature": 0}, 400, "BadRequestError", None),
         ({"prompt": "a", "temperature": 3}, 400, "BadRequestError", "temperature"),
         ({"prompt": "a", "stream": "yes"}, 400, "Bad Request", "body.stream"),
-        ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "Bad Request", "stream_options"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "BadRequestError", "stream_options"),
         ({"prompt": "a", "min_tokens": 20}, 400, "BadRequestError", None),
-        ({"prompt": "a", "cache_salt": "@"}, 400, "Bad Request", "cache_salt"),
+        ({"prompt": "a", "cache_salt": "@"}, 400, "BadRequestError", "cache_salt"),
         ({"prompt": "a", "kv_transfer_params": 3}, 400, "Bad Request", "body.kv_transfer_params"),
     ],
 )
@@ -362,6 +364,8 @@ def test_other_refusals(emulate: Start) -> None:
     wrong_type = fleet.post("/v1/completions", {"prompt": "a"}, headers={"content-type": "text/plain"})
     assert wrong_type.status == 400
     assert (fleet.get("/v1/completions").status, fleet.get("/nothing").status) == (405, 404)
+    assert fleet.get("/nothing").json == {"detail": "Not Found"}
+    assert fleet.post("/v1/chat/completions", {"messages": []}).status == 400
     assert fleet.post("/v1/chat/completions", {}).json["error"]["param"] == "body.messages"
     assert fleet.post("/inference/v1/abort_requests", {}).json["error"]["message"] == (
         "Missing 'request_ids' in request body"

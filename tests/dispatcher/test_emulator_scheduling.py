@@ -135,13 +135,13 @@ def test_pulled_blocks_are_not_computed_again() -> None:
     client = Client(Engine(PROFILE))
     started: list[int] = []
     job = client.job(tokens(330), tokens(5))
-    client.engine.pull(job, 330, 0.0, lambda job, blocks: started.append(blocks))
-    assert started == [10]
+    client.engine.pull(job, 330, 0.0, lambda job, missing: started.append(missing))
+    assert started == [330]
     assert (client.engine.used_blocks, client.engine.waiting) == (10, 1)
     conservation.check(client.engine.state)
-    client.engine.end_pull(job, 10, 1.0)
+    client.engine.end_pull(job, True, 1.0)
     client.until(math.inf)
-    assert (job.cached_tokens, job.pulled_tokens) == (320, 320)
+    assert (job.cached_tokens, job.pulled_tokens) == (330, 330)
     assert len(client.came[job]) == 5
     assert client.engine.used_blocks == 0
     conservation.check(client.engine.state)
@@ -150,8 +150,8 @@ def test_pulled_blocks_are_not_computed_again() -> None:
 def test_a_failed_pull_is_computed() -> None:
     client = Client(Engine(PROFILE))
     job = client.job(tokens(330), tokens(5))
-    client.engine.pull(job, 330, 0.0, lambda job, blocks: None)
-    client.engine.end_pull(job, 0, 1.0)
+    client.engine.pull(job, 330, 0.0, lambda job, missing: None)
+    client.engine.end_pull(job, False, 1.0)
     client.until(math.inf)
     assert (job.cached_tokens, len(client.came[job])) == (0, 5)
     conservation.check(client.engine.state)
@@ -164,10 +164,10 @@ def test_a_pull_waits_for_free_blocks() -> None:
     client.until(math.inf)
     started: list[int] = []
     job = client.job(tokens(330), tokens(5))
-    client.engine.pull(job, 330, client.engine.time_s, lambda job, blocks: started.append(blocks))
+    client.engine.pull(job, 330, client.engine.time_s, lambda job, missing: started.append(missing))
     assert (started, client.engine.waiting, client.engine.copying) == ([], 1, 0)
     client.engine.release(held.lease, client.engine.time_s)
-    assert started == [10]
+    assert started == [330]
 
 
 EVENTS = st.lists(
@@ -192,7 +192,7 @@ def test_nothing_is_lost_whatever_clients_do(
     engine = client.engine
     live: list[Job] = []
     aborted: set[Job] = set()
-    copying: list[tuple[Job, int]] = []
+    copying: list[Job] = []
     leases: list[int] = []
     time_s = 0.0
 
@@ -210,7 +210,7 @@ def test_nothing_is_lost_whatever_clients_do(
             )
             live.append(job)
             if what == "pull":
-                engine.pull(job, prompt, time_s, lambda job, blocks: copying.append((job, blocks)))
+                engine.pull(job, prompt, time_s, lambda job, missing: copying.append(job))
             else:
                 engine.submit(job, time_s)
         elif what == "abort" and live:
@@ -219,12 +219,11 @@ def test_nothing_is_lost_whatever_clients_do(
         elif what == "release" and leases:
             engine.release(leases.pop(), time_s)
         elif what in ("land", "fail") and copying:
-            job, blocks = copying.pop(0)
-            engine.end_pull(job, blocks if what == "land" else 0, time_s)
+            engine.end_pull(copying.pop(0), what == "land", time_s)
         conservation.check(engine.state)
     while live or leases or copying or math.isfinite(engine.next_s):
         while copying:
-            engine.end_pull(*copying.pop(), max(time_s, engine.time_s))
+            engine.end_pull(copying.pop(), True, max(time_s, engine.time_s))
         settle(math.inf)
         while leases:
             engine.release(leases.pop(), max(time_s, engine.time_s))

@@ -55,8 +55,7 @@ def test_blocks_are_kept_under_a_lease_until_they_are_read(emulate: Start) -> No
         answer["choices"][0]["text"]
         == fleet.complete(prompt=PROMPT, max_tokens=5, ignore_eos=True)["choices"][0]["text"]
     )
-    # a token must be computed, so the last block's are
-    assert by_source(fleet, 1) == {"local_compute": 16, "local_cache_hit": 0, "external_kv_transfer": 384}
+    assert by_source(fleet, 1) == {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 400}
     eventually(lambda: used_blocks(fleet) == 0, "the source has released what was read")
     assert used_blocks(fleet, 1) == 0
 
@@ -65,7 +64,7 @@ def test_what_is_there_already_is_not_pulled(emulate: Start) -> None:
     fleet = emulate(2)
     fleet.complete(1, prompt=PROMPT[:160], max_tokens=1)
     fleet.complete(1, prompt=PROMPT, max_tokens=1, kv_transfer_params=probe(fleet, PROMPT))
-    assert by_source(fleet, 1) == {"local_compute": 176, "local_cache_hit": 160, "external_kv_transfer": 224}
+    assert by_source(fleet, 1) == {"local_compute": 160, "local_cache_hit": 160, "external_kv_transfer": 240}
 
 
 def test_a_lease_ends_by_itself(emulate: Start) -> None:
@@ -86,6 +85,47 @@ def test_a_dead_source_means_recompute(emulate: Start) -> None:
     answer = fleet.complete(1, prompt=PROMPT, max_tokens=5, ignore_eos=True, kv_transfer_params=params)
     assert answer["usage"]["completion_tokens"] == 5
     assert by_source(fleet, 1)["local_compute"] == 400
+
+
+def test_tokens_that_fill_no_block_are_pulled_and_not_cached(emulate: Start) -> None:
+    fleet = emulate(2)
+    params = probe(fleet, PROMPT[:12])
+    assert (len(params["remote_block_ids"][0]), params["remote_num_tokens"], used_blocks(fleet)) == (1, 12, 1)
+    fleet.complete(1, prompt=PROMPT[:12], max_tokens=1, kv_transfer_params=params)
+    assert by_source(fleet, 1)["external_kv_transfer"] == 12
+    fleet.complete(1, prompt=PROMPT[:12], max_tokens=1)
+    assert by_source(fleet, 1)["local_compute"] == 12
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_failed_pull_may_fail_the_request(emulate: Start, streamed: bool) -> None:
+    fleet = emulate(2, kv_load_failure_policy="fail")
+    params = probe(fleet, PROMPT)
+    fleet.run(fleet.fleet.engines[0].kill())
+    body = {"prompt": PROMPT, "max_tokens": 5, "kv_transfer_params": params}
+    if streamed:
+        stream = fleet.stream("/v1/completions", body, 1)
+        errors = [event["error"] for event in stream]
+        assert stream.done
+    else:
+        answer = fleet.post("/v1/completions", body, 1)
+        assert answer.status == 500
+        errors = [answer.json["error"]]
+    assert errors == [{"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}]
+    eventually(lambda: used_blocks(fleet, 1) == 0, "nothing is held")
+
+
+def test_a_copy_from_a_wedged_source_hangs_as_long_as_it_does(emulate: Start) -> None:
+    fleet = emulate(2)
+    params = probe(fleet, PROMPT)
+    fleet.do(lambda engine: engine.wedge())
+    late = fleet.pool.submit(fleet.complete, 1, prompt=PROMPT, max_tokens=1, kv_transfer_params=params)
+    eventually(lambda: fleet.metric("vllm:num_requests_waiting", 1) == 1, "it waits for the copy")
+    fleet.complete(1, prompt="others go on", max_tokens=5)
+    assert not late.done()
+    fleet.do(lambda engine: engine.unwedge())
+    late.result()
+    assert by_source(fleet, 1)["external_kv_transfer"] == 400
 
 
 def test_parameters_that_are_not_complete_mean_recompute(emulate: Start) -> None:
@@ -189,7 +229,7 @@ def test_blocks_come_from_another_process(emulate: Start, other_process: int) ->
     engine.port = own
     assert params["remote_port"] == other_process
     fleet.complete(prompt=PROMPT, max_tokens=1, kv_transfer_params=params)
-    assert by_source(fleet)["external_kv_transfer"] == 384
+    assert by_source(fleet)["external_kv_transfer"] == 400
     engine.port = other_process
     eventually(lambda: fleet.metric("vllm:kv_cache_usage_perc") == 0, "the source has released them")
     engine.port = own
@@ -207,6 +247,19 @@ def test_a_killed_engine_cuts_its_streams_and_its_port(emulate: Start) -> None:
     with contextlib.suppress(http.client.IncompleteRead, ConnectionError):
         list(events)
     assert not stream.done
+    with pytest.raises(ConnectionRefusedError):
+        fleet.get("/health")
+
+
+def test_an_engine_whose_scheduler_dies_says_so_in_its_streams(emulate: Start) -> None:
+    fleet = emulate(profile=SLOW)
+    stream = fleet.stream("/v1/completions", {"prompt": "Hello", **ENDLESS})
+    events = iter(stream)
+    next(events)
+    fleet.run(fleet.fleet.engines[0].crash())
+    *_, last = events
+    assert last["error"]["type"] == "InternalServerError"
+    assert stream.done
     with pytest.raises(ConnectionRefusedError):
         fleet.get("/health")
 
