@@ -131,17 +131,20 @@ class Failures:
 
     Attributes:
         at: (time in s, instance) of failures.
+        notice_s: these are announced so long before; the instance drains until then.
         mtbf_s: mean time between further failures of each instance, exponential; inf for none.
         repair_s: until a failed instance is ready again; inf for never.
         requests: ``restart`` brings them back to the dispatcher, ``fail`` ends them.
     """
 
     at: tuple[tuple[float, int], ...] = ()
+    notice_s: float = 0.0
     mtbf_s: float = math.inf
     repair_s: float = 60.0
     requests: str = "restart"
 
     def __post_init__(self) -> None:
+        _expect(self, "notice_s", _number(0.0, _LONGEST_S))
         _expect(self, "mtbf_s", _number(1.0, math.inf))
         _expect(self, "repair_s", _number(LEAST_INTERVAL_S, math.inf))
         _expect(self, "requests", _one_of("restart", "fail"))

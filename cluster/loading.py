@@ -284,7 +284,7 @@ def load_env(
     _load_scaling(env, fleet, kinds)
     env["failure0"] = e * size.failures
     failures = Failures() if fleet.failures is None else fleet.failures
-    given = sorted(failures.at)
+    given = [(time_s, max(0.0, time_s - failures.notice_s), instance) for time_s, instance in sorted(failures.at)]
     env["failures"] = len(given)
     state.failure[e * size.failures : e * size.failures + len(given)] = given
     env["mtbf_s"] = failures.mtbf_s

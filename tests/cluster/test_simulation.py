@@ -524,6 +524,8 @@ def test_a_configuration_out_of_range_is_named(make: Any, message: str) -> None:
         (lambda: Scaling(min_instances=3, max_instances=2), "min_instances = 3: expected a whole number from 1 to 2"),
         (lambda: Scaling(drain_deadline_s=None), "drain_deadline_s = None: expected a number >= 0"),
         (lambda: Failures(mtbf_s=1e-9), "mtbf_s = 1e-09: expected a number >= 1"),
+        (lambda: Failures(notice_s=-1.0), r"notice_s = -1\.0: expected a number from 0 to 1e\+09"),
+        (lambda: Failures(notice_s="soon"), "notice_s = 'soon': expected a number"),
         (lambda: Failures(at=(1.0, 0)), r"at = \(1\.0, 0\): expected a tuple of pairs"),
         (lambda: Failures(at=((1.0, 0.5),)), r"at = \(1\.0, 0\.5\): expected a time >= 0 and an instance"),
         (lambda: FleetConfig.of(PROFILE, 2, rebalancing=0.2), "rebalancing = 0.2: expected a Rebalancing, or None"),
