@@ -198,6 +198,7 @@ def _finish(s: Any, e: int, g: int, index: int, time_s: float) -> None:
     if late and slot.missed == 0:
         env.misses += 1
     env.finished += 1
+    env.last_finish_s = max(env.last_finish_s, time_s)
     if env.track_log != 0:
         log_request(s, env, index, FINISHED, time_s)
     child = slot.first_child

@@ -341,6 +341,7 @@ ENV = np.dtype(
         ("misses", "i8"),
         ("preemption_loss_s", "f8"),
         ("finished", "i8"),
+        ("last_finish_s", "f8"),
         ("failed", "i8"),
         ("generated_tokens", "i8"),
         ("migrations_ended", "i8"),

@@ -215,7 +215,11 @@ class Scenario:
         )
 
     def draw(
-        self, rng: np.random.Generator, limits: Mapping[str, tuple[float, float]], pinned: Mapping[str, float]
+        self,
+        rng: np.random.Generator,
+        limits: Mapping[str, tuple[float, float]],
+        pinned: Mapping[str, float],
+        length: float | None = None,
     ) -> Episode:
         """One episode.
 
@@ -223,10 +227,12 @@ class Scenario:
             rng: all draws are from it, as many whatever is pinned.
             limits: of the parameters (`limits`).
             pinned: parameters that are not drawn (`pins`).
+            length: of the scored part, over its mean; drawn by default.
         """
         drawn = [name for name in limits if name not in LIFE_PARAMETERS]
         shares = rng.random(len(drawn))
-        length = _SHORTEST + min((1.0 - _SHORTEST) * rng.standard_exponential(), _LONGEST - _SHORTEST)
+        drawn_length = _SHORTEST + min((1.0 - _SHORTEST) * rng.standard_exponential(), _LONGEST - _SHORTEST)
+        length = drawn_length if length is None else length
         errors = rng.uniform(-1.0, 1.0, len(_COEFFICIENTS))
         seed, requests_seed = rng.integers(2**63, size=2).tolist()
         life = np.random.default_rng((seed, _LIFE))  # apart, so that episodes of old are what they were
