@@ -593,7 +593,9 @@ def _add_evaluate(commands: Any) -> None:
         "--baseline", metavar="NAME", help="policy that the others are compared with (default the first)"
     )
     parser.add_argument(
-        "--experiment", metavar="NAME", help="run a paper's experiment instead (fleetpilot list experiments)"
+        "--experiment",
+        metavar="NAME",
+        help="run a paper's experiment, or one of ours, instead (fleetpilot list experiments)",
     )
     _add_workload_options(parser, several=True)
     parser.add_argument(

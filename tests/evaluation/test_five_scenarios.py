@@ -109,4 +109,4 @@ def test_migration_solves_what_it_solves_for_every_policy() -> None:
     for verdicts, answer in answers:
         assert five.overall(verdicts) == answer
     table = five.answers({name: dict.fromkeys(PAIRS, solved) for name in ("maintenance", "node_loss")})
-    assert table.title == "Migration solves 2 of 2"
+    assert table.title == "Migration solves 2 of 2, and 0 partly"
