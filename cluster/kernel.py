@@ -463,7 +463,9 @@ def advance(s: Any, e: int) -> int:
             index = env.returned_head
             env.returned_head = slot_at(s, index).next
             slot_at(s, index).restarts += 1
-            if _ask_for_dispatch(s, e, index, 0, env.time_s):
+            if slot_at(s, index).restarts > env.max_restarts:
+                fail_request(s, env, index, env.time_s)
+            elif _ask_for_dispatch(s, e, index, 0, env.time_s):
                 return NEED_DECISION
             continue
         if env.rebalance_open != 0:

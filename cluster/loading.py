@@ -290,6 +290,7 @@ def load_env(
     env["mtbf_s"] = failures.mtbf_s
     env["repair_s"] = failures.repair_s
     env["restart"] = failures.requests == "restart"
+    env["max_restarts"] = failures.max_restarts
     state.view_request[e] = np.zeros((), state.view_request.dtype)
     state.view_fleet[e] = np.zeros((), state.view_fleet.dtype)
 

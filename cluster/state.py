@@ -389,6 +389,7 @@ ENV = np.dtype(
         ("mtbf_s", "f8"),  # inf: none are drawn
         ("repair_s", "f8"),
         ("restart", "i8"),  # 0: requests of a failed instance fail
+        ("max_restarts", "i8"),
         ("sample_interval_s", "f8"),  # inf: no samples
         ("next_sample", "i8"),
         ("track_log", "i8"),

@@ -707,7 +707,9 @@ class Fleet:
         for job in jobs:
             job.record.restarts += 1
             job.lost_at_s = job.stopped_s = math.nan
-        self.came_back += jobs
+        most = self.config.failures.max_restarts if self.config.failures else Failures().max_restarts
+        self.end_as_failed([job for job in jobs if job.record.restarts > most])
+        self.came_back += [job for job in jobs if not job.record.failed]
 
     # --- conservation and the result ---------------------------------------------------------------------------------
 

@@ -576,6 +576,15 @@ def test_failure_for_good() -> None:
     assert result.alive_s == [2.5, 5.0]
 
 
+@pytest.mark.parametrize(("most", "failed"), [(1, True), (2, False)])
+def test_a_request_that_loses_its_instance_too_often_fails(most: int, failed: bool) -> None:
+    failures = Failures(at=((1.5, 0), (3.5, 1)), repair_s=1.0, max_restarts=most)
+    result = run(Script(dispatch=[0, 1, 0]), [0.0], [8], [5], [CHUNKED] * 2, failures=failures)
+    # 1 token on instance 0, 2 on the other.
+    assert result.requests[0].token_times == [1, 2.5] + ([] if failed else [4.5, 5.5, 6.5])
+    assert (result.requests[0].restarts, result.requests[0].failed) == (2, failed)
+
+
 def test_announced_failure() -> None:
     script = Script(dispatch=[0, 1, 1])
     failures = Failures(at=((3.0, 0),), notice_s=1.0, repair_s=2.0)

@@ -15,26 +15,26 @@ from pathlib import Path
 
 from fleetpilot.envs.scenarios import load_scenario
 from fleetpilot.evaluation.experiments import five_scenarios
-from fleetpilot.evaluation.experiments.five_scenarios import PLOT, SITUATIONS
+from fleetpilot.evaluation.experiments.five_scenarios import CASES, PLOT, SITUATIONS
 from fleetpilot.evaluation.provenance import origin_text
 from fleetpilot.evaluation.tables import Table, markdown
 
 PAGE = Path(__file__).parent.parent / "docs" / "scenarios.md"
 
 
-def section(name: str, table: Table) -> str:
+def section(name: str, tables: list[Table]) -> str:
     """A scenario's part of the page."""
     situation = SITUATIONS[name]
     summary = load_scenario(name).summary
     return (
         f"## {name}\n\n{summary[0].upper()}{summary[1:]}.\n\n**Why it is hard.** {situation.hard}\n\n"
-        f"**What solves it.** {situation.findings}\n\n{markdown(table)}"
+        f"**What solves it.** {situation.findings}\n\n" + "\n".join(map(markdown, tables))
     )
 
 
 def page(tables: list[Table]) -> str:
     """The page."""
-    answers, differences, *of_scenarios = tables
+    answers, differences, *of_cases = tables
     _, _, about = (inspect.getdoc(five_scenarios) or "").partition("\n")
     head = f"""# Five scenarios, and what migration solves of them
 
@@ -44,10 +44,10 @@ Written by `python tools/build_scenarios.py`; do not edit. {origin_text()}
 
 ![Above: requests over time; below: requests within their targets]({PLOT})
 
-Above, the first episode: requests in all queues, or on the instance that goes first, shaded from the announcement until
-it goes. Below, all episodes: requests within their targets.
+Above, the first episode at the higher load: requests in all queues, or on the instance that goes first, shaded from the
+announcement until it goes. Below, all episodes at that load.
 """
-    sections = [section(name, table) for name, table in zip(SITUATIONS, of_scenarios, strict=True)]
+    sections = [section(name, [table for table in of_cases if CASES[table.title][0] == name]) for name in SITUATIONS]
     return "\n".join([head, markdown(answers), *sections, markdown(differences)]).replace("\n\n\n", "\n\n")
 
 

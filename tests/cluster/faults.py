@@ -720,6 +720,12 @@ FLEET_FAULTS = (
         "        if env.returned_head != NIL:\n",
         "        if env.returned_head != NIL and _next_arrival(s, env)[0] > env.time_s:\n",
     ),
+    Fault(
+        "a request begins again once too often",
+        KERNEL,
+        "if slot_at(s, index).restarts > env.max_restarts:",
+        "if slot_at(s, index).restarts > env.max_restarts + 1:",
+    ),
     # --- notices ---
     Fault(
         "a notice is ignored",

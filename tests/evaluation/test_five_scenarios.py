@@ -13,10 +13,12 @@ from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import FleetConfig, Rebalancing, simulate
 from fleetpilot.evaluation.comparison import PolicyResult, ScenarioResult
 from fleetpilot.evaluation.experiments import five_scenarios as five
-from fleetpilot.evaluation.experiments.five_scenarios import PAIRS, SITUATIONS, Size, Verdict
+from fleetpilot.evaluation.experiments.five_scenarios import CASES, PAIRS, Size, Verdict
 from fleetpilot.evaluation.tables import Table, markdown
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.workloads import workload
+
+MAINTENANCE = "maintenance, load 0.9"
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +33,9 @@ def column_of(table: Table, title: str) -> dict[str, str]:
 
 def test_a_verdict_for_each_scenario_and_a_table_of_each(small: tuple[Path, list[Table]]) -> None:
     out, tables = small
-    assert [row[0].text for row in tables[0].rows] == list(SITUATIONS)
-    assert len(tables[1].rows) == len(SITUATIONS) * len(PAIRS)
-    assert [table.title.partition(",")[0] for table in tables[2:]] == list(SITUATIONS)
+    assert [row[0].text for row in tables[0].rows] == list(CASES)
+    assert len(tables[1].rows) == len(CASES) * len(PAIRS)
+    assert [table.title for table in tables[2:]] == list(CASES)
     for table in tables:
         assert all(len(row) == len(table.header) for row in table.rows)
         assert not re.search(r"\bnan\b", markdown(table))
@@ -43,7 +45,7 @@ def test_a_verdict_for_each_scenario_and_a_table_of_each(small: tuple[Path, list
 
 
 def test_requests_move_where_they_may_and_leave_an_instance_that_goes(small: tuple[Path, list[Table]]) -> None:
-    maintenance = small[1][2 + list(SITUATIONS).index("maintenance")]
+    maintenance = small[1][2 + list(CASES).index(MAINTENANCE)]
     moved, began_again = column_of(maintenance, "migrations"), column_of(maintenance, "restarts")
     for moving, staying in PAIRS.items():
         assert float(moved[five.LABELS.get(staying, staying)]) == 0 < float(moved[moving])
@@ -77,7 +79,7 @@ def result(without: list[float], moving: list[float], missed: tuple[float, float
         return PolicyResult(name, {}, segments, np.zeros(0), [])
 
     return ScenarioResult(
-        "maintenance", [policy(PAIRS["llumnix"], without, missed[0]), policy("llumnix", moving, missed[1])]
+        MAINTENANCE, [policy(PAIRS["llumnix"], without, missed[0]), policy("llumnix", moving, missed[1])]
     )
 
 
@@ -108,5 +110,7 @@ def test_migration_solves_what_it_solves_for_every_policy() -> None:
     ]
     for verdicts, answer in answers:
         assert five.overall(verdicts) == answer
-    table = five.answers({name: dict.fromkeys(PAIRS, solved) for name in ("maintenance", "node_loss")})
-    assert table.title == "Migration solves 2 of 2, and 0 partly"
+    judged = {case: dict.fromkeys(PAIRS, solved) for case in CASES}
+    assert five.answers(judged).title == "Migration solves 5 of 5, and 0 partly"
+    judged[MAINTENANCE] = dict.fromkeys(PAIRS, same)
+    assert five.answers(judged).title == "Migration solves 4 of 5, and 1 partly"
