@@ -131,20 +131,26 @@ class Failures:
 
     Attributes:
         at: (time in s, instance) of failures.
+        notice_s: these are announced so long before; the instance drains until then.
         mtbf_s: mean time between further failures of each instance, exponential; inf for none.
         repair_s: until a failed instance is ready again; inf for never.
         requests: ``restart`` brings them back to the dispatcher, ``fail`` ends them.
+        max_restarts: a request that loses its instance more often, by a failure or at a deadline of a drain, fails.
     """
 
     at: tuple[tuple[float, int], ...] = ()
+    notice_s: float = 0.0
     mtbf_s: float = math.inf
     repair_s: float = 60.0
     requests: str = "restart"
+    max_restarts: int = 100
 
     def __post_init__(self) -> None:
+        _expect(self, "notice_s", _number(0.0, _LONGEST_S))
         _expect(self, "mtbf_s", _number(1.0, math.inf))
         _expect(self, "repair_s", _number(LEAST_INTERVAL_S, math.inf))
         _expect(self, "requests", _one_of("restart", "fail"))
+        _expect(self, "max_restarts", _whole(0, _MOST))
         pairs = isinstance(self.at, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in self.at)
         if not pairs:
             raise ValueError(f"at = {self.at!r}: expected a tuple of pairs (time in s, instance)")

@@ -198,6 +198,7 @@ def _finish(s: Any, e: int, g: int, index: int, time_s: float) -> None:
     if late and slot.missed == 0:
         env.misses += 1
     env.finished += 1
+    env.last_finish_s = max(env.last_finish_s, time_s)
     if env.track_log != 0:
         log_request(s, env, index, FINISHED, time_s)
     child = slot.first_child
@@ -465,7 +466,9 @@ def advance(s: Any, e: int) -> int:
             index = env.returned_head
             env.returned_head = slot_at(s, index).next
             slot_at(s, index).restarts += 1
-            if _ask_for_dispatch(s, e, index, 0, env.time_s):
+            if slot_at(s, index).restarts > env.max_restarts:
+                fail_request(s, env, index, env.time_s)
+            elif _ask_for_dispatch(s, e, index, 0, env.time_s):
                 return NEED_DECISION
             continue
         if env.rebalance_open != 0:

@@ -71,11 +71,17 @@ def count_serving(s: Any, env: Any) -> tuple[int, int]:
     return ready, present
 
 
+@inlined
+def _may_change(env: Any, inst: Any) -> bool:
+    """Neither chosen in this SCALE tick nor about to fail."""
+    return inst.scale_tick != env.scale_tick and inst.notices == 0  # type: ignore[no-any-return]
+
+
 @kernel
 def may_scale(s: Any, env: Any, g: int, ready: int, present: int) -> bool:
     """Whether a SCALE decision may choose the instance, with so many of `count_serving`."""
     inst = instance_at(s, g)
-    if inst.scale_tick == env.scale_tick:
+    if not _may_change(env, inst):
         return False
     if inst.life == STATE_DRAINING:
         return True
@@ -85,7 +91,7 @@ def may_scale(s: Any, env: Any, g: int, ready: int, present: int) -> bool:
         return False
     for other in range(env.instance0, g):  # one for each profile
         same = engine_at(s, other).profile == engine_at(s, g).profile
-        if same and instance_at(s, other).life == STATE_ABSENT and instance_at(s, other).scale_tick != env.scale_tick:
+        if same and instance_at(s, other).life == STATE_ABSENT and _may_change(env, instance_at(s, other)):
             return False
     return True
 
@@ -108,10 +114,10 @@ def scale(s: Any, e: int, g: int) -> None:
 
 @kernel
 def leave_if_drained(s: Any, env: Any, g: int, time_s: float) -> None:
-    """A draining instance that has nothing more to do is absent."""
+    """A draining instance that has nothing more to do is absent, but for one that waits for its failure."""
     inst = instance_at(s, g)
     busy = inst.in_batch > 0 or inst.waiting > 0 or inst.incoming != NIL or inst.migration != NIL
-    if inst.life == STATE_DRAINING and not busy:
+    if inst.life == STATE_DRAINING and inst.notices == 0 and not busy:
         _forget(s, env, g, time_s)
         _live(env, inst, STATE_ABSENT, np.inf)
         _stop_billing(inst, time_s)
@@ -259,6 +265,14 @@ def _clear(s: Any, env: Any, g: int, time_s: float) -> None:
 
 
 @kernel
+def _announce(env: Any, inst: Any) -> None:
+    """A failure to come is known from now on."""
+    inst.notices += 1
+    if inst.life == STATE_READY:
+        _live(env, inst, STATE_DRAINING, np.inf)
+
+
+@kernel
 def _fail(s: Any, env: Any, g: int, time_s: float) -> None:
     """The instance fails, unless there is none."""
     inst = instance_at(s, g)
@@ -292,13 +306,15 @@ def prepare(s: Any, e: int) -> None:
 
 @kernel
 def next_event_s(s: Any, env: Any) -> float:
-    """When the next copy, start-up, drain or repair ends, or an instance fails."""
+    """When the next copy, start-up, drain or repair ends, or a failure is announced or happens."""
     time_s = np.inf
     for g in range(env.instance0, env.instance0 + env.instances):
         inst = instance_at(s, g)
         time_s = min(time_s, min(inst.due_s, inst.fail_s))
         if inst.migration == g:
             time_s = min(time_s, migration_at(s, g).end_s)
+    if env.next_announcement < env.failures:
+        time_s = min(time_s, failure_at(s, env.failure0 + env.next_announcement).announced_s)
     if env.next_failure < env.failures:
         time_s = min(time_s, failure_at(s, env.failure0 + env.next_failure).time_s)
     return time_s  # type: ignore[no-any-return]
@@ -310,8 +326,14 @@ def handle_events(s: Any, e: int, time_s: float) -> None:
     env = env_at(s, e)
     env.time_s = time_s
     first, last = env.instance0, env.instance0 + env.instances
-    while env.next_failure < env.failures and failure_at(s, env.failure0 + env.next_failure).time_s <= time_s:
-        _fail(s, env, first + failure_at(s, env.failure0 + env.next_failure).instance, time_s)
+    given = env.failure0
+    while env.next_announcement < env.failures and failure_at(s, given + env.next_announcement).announced_s <= time_s:
+        _announce(env, instance_at(s, first + failure_at(s, given + env.next_announcement).instance))
+        env.next_announcement += 1
+    while env.next_failure < env.failures and failure_at(s, given + env.next_failure).time_s <= time_s:
+        g = first + failure_at(s, given + env.next_failure).instance
+        instance_at(s, g).notices -= 1
+        _fail(s, env, g, time_s)
         env.next_failure += 1
     for g in range(first, last):
         inst = instance_at(s, g)
@@ -323,7 +345,7 @@ def handle_events(s: Any, e: int, time_s: float) -> None:
         if inst.due_s <= time_s and (inst.life == STATE_STARTING or inst.life == STATE_FAILED):
             if inst.life == STATE_FAILED:
                 inst.billed_from_s = time_s
-            _live(env, inst, STATE_READY, np.inf)
+            _live(env, inst, STATE_READY if inst.notices == 0 else STATE_DRAINING, np.inf)
     for g in range(first, last):
         inst = instance_at(s, g)
         if inst.due_s <= time_s and inst.life == STATE_DRAINING:

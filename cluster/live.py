@@ -104,11 +104,11 @@ def drop(s: Any, index: int, time_s: float) -> None:
 
 
 @kernel
-def begin_hold(s: Any, node: int, blocks: int) -> int:
-    """Pin the first `blocks` blocks of the sequence that ends in this node, and take those that are not resident.
+def begin_hold(s: Any, node: int, blocks: int, partial: int) -> int:
+    """Pin the `blocks` blocks of the sequence that ends in this node, and take those that are not resident.
 
-    Returns the hold's slot, or NIL if the blocks are not free. The blocks that were taken hold nothing until
-    `fill_hold`.
+    `partial` more are taken, for tokens that fill no block. Returns the hold's slot, or NIL if the blocks are not free.
+    Those that were taken hold nothing until `fill_hold`.
     """
     inst, engine = instance_at(s, 0), engine_at(s, 0)
     index = take_slot(s, env_at(s, 0))
@@ -120,15 +120,16 @@ def begin_hold(s: Any, node: int, blocks: int) -> int:
     slot.resident_blocks = 0
     slot.dead_blocks = 0
     matched, unpinned = prefix_cache.match(s, inst, slot, engine.block_size, blocks)
-    if blocks - matched + unpinned > available_blocks(inst):
+    missing = blocks - matched + partial
+    if missing + unpinned > available_blocks(inst):
         slot.next = env_at(s, 0).free_slot
         env_at(s, 0).free_slot = index
         return NIL
     prefix_cache.pin(s, inst, index, matched, engine.block_size)
-    take(s, inst, blocks - matched)
+    take(s, inst, missing)
     slot.computed_tokens = matched * engine.block_size
-    slot.held_blocks = blocks
-    inst.reserved_blocks += blocks - matched
+    slot.held_blocks = blocks + partial
+    inst.reserved_blocks += missing
     return index
 
 
@@ -137,7 +138,7 @@ def fill_hold(s: Any, index: int) -> None:
     """The blocks of the hold have their content."""
     inst, engine = instance_at(s, 0), engine_at(s, 0)
     slot = slot_at(s, index)
-    slot.computed_tokens = slot.held_blocks * engine.block_size
+    slot.computed_tokens = prefix_cache.shared_blocks(s, inst, slot, engine.block_size) * engine.block_size
     before = slot.node_blocks
     prefix_cache.fill(s, inst, slot, slot.computed_tokens, engine.block_size)
     inst.reserved_blocks -= slot.node_blocks - before

@@ -284,12 +284,13 @@ def load_env(
     _load_scaling(env, fleet, kinds)
     env["failure0"] = e * size.failures
     failures = Failures() if fleet.failures is None else fleet.failures
-    given = sorted(failures.at)
+    given = [(time_s, max(0.0, time_s - failures.notice_s), instance) for time_s, instance in sorted(failures.at)]
     env["failures"] = len(given)
     state.failure[e * size.failures : e * size.failures + len(given)] = given
     env["mtbf_s"] = failures.mtbf_s
     env["repair_s"] = failures.repair_s
     env["restart"] = failures.requests == "restart"
+    env["max_restarts"] = failures.max_restarts
     state.view_request[e] = np.zeros((), state.view_request.dtype)
     state.view_fleet[e] = np.zeros((), state.view_fleet.dtype)
 

@@ -258,6 +258,7 @@ INSTANCE = np.dtype(
         ("scheduled", LOAD),
         ("life", "i4"),  # a STATE of fleet/view.py
         ("due_s", "f8"),  # ready, or drained by force, then
+        ("notices", "i4"),  # failures to come that have been announced
         ("failures", "i4"),
         ("fail_s", "f8"),  # the next failure drawn
         ("source_tick", "i8"),  # the last tick that asked for it
@@ -340,6 +341,7 @@ ENV = np.dtype(
         ("misses", "i8"),
         ("preemption_loss_s", "f8"),
         ("finished", "i8"),
+        ("last_finish_s", "f8"),
         ("failed", "i8"),
         ("generated_tokens", "i8"),
         ("migrations_ended", "i8"),
@@ -356,7 +358,7 @@ ENV = np.dtype(
         ("poll_delay_s", "f8"),
         ("engine_reported", "i8"),
         # migration and lifecycle
-        ("next_event_s", "f8"),  # a copy, a start-up or a drain ends, or an instance fails
+        ("next_event_s", "f8"),  # a copy, a start-up or a drain ends, or a failure is announced or happens
         ("ready", "i8"),  # instances that are
         ("stopping", "i8"),  # instances whose next boundary is one of their migration
         ("source", "i8"),  # chosen, for the DESTINATION that follows
@@ -382,10 +384,12 @@ ENV = np.dtype(
         ("drain_deadline_s", "f8"),
         ("failure0", "i8"),  # failures at given times
         ("failures", "i8"),
+        ("next_announcement", "i8"),
         ("next_failure", "i8"),
         ("mtbf_s", "f8"),  # inf: none are drawn
         ("repair_s", "f8"),
         ("restart", "i8"),  # 0: requests of a failed instance fail
+        ("max_restarts", "i8"),
         ("sample_interval_s", "f8"),  # inf: no samples
         ("next_sample", "i8"),
         ("track_log", "i8"),
@@ -440,7 +444,7 @@ MIGRATION_LOG = np.dtype(
     align=True,
 )
 
-FAILURE = np.dtype([("time_s", "f8"), ("instance", "i8")], align=True)
+FAILURE = np.dtype([("time_s", "f8"), ("announced_s", "f8"), ("instance", "i8")], align=True)
 
 SAMPLE = np.dtype(
     [

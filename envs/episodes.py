@@ -29,6 +29,7 @@ from fleetpilot.envs.parameters import MAX_INSTANCES, Parameter, Range, checked_
 from fleetpilot.envs.requests import RequestSource
 from fleetpilot.envs.rewards import RewardWeights
 from fleetpilot.fleet.profiles import HardwareProfile, load_profile
+from fleetpilot.workloads.table import RequestTable
 
 _LEAST_POLL_INTERVAL_S = 0.05
 _MOST_POLL_DELAY_S = 1.0
@@ -68,6 +69,7 @@ LIFE_PARAMETERS: Mapping[str, tuple[Parameter, Range]] = {
         0.0,
     ),
     "repair_s": (Parameter("s", 0.001, 1e6, "until a failed instance is ready again"), 60.0),
+    "notice_s": (Parameter("s", 0.0, 3600.0, "before a loss, from when on the instance drains"), 0.0),
 }
 """What becomes of instances, with the default range of each: drawn apart, after all others."""
 
@@ -85,15 +87,17 @@ class Episode:
     Attributes:
         parameters: values of the scenario's parameters, and ``rate_rps``.
         fleet: as the dispatcher knows it.
+        table: the requests.
         engines: (instances,) `ENGINE` records of the hardware as it is.
-        rows: (n,) `ROW` records.
-        nodes: (m,) `NODE` records.
+        rows: (n,) `ROW` records of the table.
+        nodes: (m,) `NODE` records of it.
         seed: of tie breaks and jitter.
         warmup_s: the first decision after this is the agent's.
     """
 
     parameters: dict[str, float]
     fleet: FleetConfig
+    table: RequestTable
     engines: NDArray[np.void]
     rows: NDArray[np.void]
     nodes: NDArray[np.void]
@@ -211,7 +215,11 @@ class Scenario:
         )
 
     def draw(
-        self, rng: np.random.Generator, limits: Mapping[str, tuple[float, float]], pinned: Mapping[str, float]
+        self,
+        rng: np.random.Generator,
+        limits: Mapping[str, tuple[float, float]],
+        pinned: Mapping[str, float],
+        length: float | None = None,
     ) -> Episode:
         """One episode.
 
@@ -219,10 +227,12 @@ class Scenario:
             rng: all draws are from it, as many whatever is pinned.
             limits: of the parameters (`limits`).
             pinned: parameters that are not drawn (`pins`).
+            length: of the scored part, over its mean; drawn by default.
         """
         drawn = [name for name in limits if name not in LIFE_PARAMETERS]
         shares = rng.random(len(drawn))
-        length = _SHORTEST + min((1.0 - _SHORTEST) * rng.standard_exponential(), _LONGEST - _SHORTEST)
+        drawn_length = _SHORTEST + min((1.0 - _SHORTEST) * rng.standard_exponential(), _LONGEST - _SHORTEST)
+        length = drawn_length if length is None else length
         errors = rng.uniform(-1.0, 1.0, len(_COEFFICIENTS))
         seed, requests_seed = rng.integers(2**63, size=2).tolist()
         life = np.random.default_rng((seed, _LIFE))  # apart, so that episodes of old are what they were
@@ -249,8 +259,8 @@ class Scenario:
             slo_classes=self.requests.slo_classes,
         )
         check_fits(table, fleet)
+        table = replace(table, name=self.name, arrival_s=table.arrival_s / rate_rps)
         rows = row_records(table)
-        rows["arrival_s"] /= rate_rps
         warmup_s = _warmup_s(rows["arrival_s"], int(warmup))
         return Episode(
             parameters={**values, "rate_rps": rate_rps},
@@ -260,6 +270,7 @@ class Scenario:
                 scaling=self._scaling(values, instances),
                 failures=_failures(values, instances, (warmup_s, float(np.nanmax(rows["arrival_s"]))), life),
             ),
+            table=table,
             engines=np.repeat(engine, instances),
             rows=rows,
             nodes=node_records(table),
@@ -302,6 +313,7 @@ def _failures(
     return Failures(
         at=tuple(zip(times_s, lost, strict=True)),
         mtbf_s=1.0 / per_s if per_s > 0.0 else math.inf,
+        notice_s=values["notice_s"],
         repair_s=values["repair_s"],
     )
 

@@ -12,14 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.cluster import kernel as cluster
-from fleetpilot.cluster.memory import engine_at, env_at, instance_at, view_fleet_at, view_instance_at
+from fleetpilot.cluster.memory import env_at, view_fleet_at, view_instance_at
 from fleetpilot.cluster.state import ENDED, NEED_DECISION, NIL
-from fleetpilot.cluster.telemetry import step_end_s
 from fleetpilot.envs.rewards import BILLED_S, COMPONENTS, COSTS, MIGRATIONS, billed_s, write_components
 from fleetpilot.fleet.features import feature_arrays, write_features
 from fleetpilot.fleet.jit import inlined, kernel
 from fleetpilot.fleet.policy import choose_at
-from fleetpilot.fleet.view import STATE_READY
 
 EPISODE = np.dtype(
     [
@@ -186,19 +184,6 @@ def begin_rows(
     return over
 
 
-@kernel
-def _end_s(s: Any, e: int) -> float:
-    """When the last request was served."""
-    env = env_at(s, e)
-    end_s = env.time_s
-    for g in range(env.instance0, env.instance0 + env.instances):
-        inst = instance_at(s, g)
-        end_s = max(end_s, step_end_s(inst, engine_at(s, g), inst.steps))
-        if inst.life != STATE_READY:  # it has forgotten its last step
-            end_s = max(end_s, inst.last_decode_s)
-    return end_s
-
-
 @inlined
 def _write_metrics(s: Any, e: int, episode: Any, metrics: Any) -> None:
     """Requests that are still in the system are misses: whoever truncates an episode gets no credit for them."""
@@ -280,7 +265,7 @@ def step_rows(
         truncated[e] = episode.steps >= episode.max_steps and status != ENDED
         cluster.costs(s, e, now)
         if status == ENDED:
-            now[6] = _end_s(s, e)
+            now[6] = max(env.time_s, env.last_finish_s)  # when the last request was served
         now[MIGRATIONS] = env.migrations_ended
         now[BILLED_S] = episode.costs[BILLED_S]
         if weights[3] > 0.0 or terminated[e] or truncated[e]:

@@ -350,7 +350,12 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
 
         Returns:
             The observations at that moment.
+
+        Raises:
+            TypeError: it is no saved state.
+            ValueError: it is of an environment of another size.
         """
+        checked_type("saved", saved, SavedState, "what save_state returned")
         self._cluster.restore(saved.clusters)
         self._episodes[...] = saved.episodes
         self._loaded, self._ended = saved.loaded.copy(), saved.ended.copy()

@@ -49,6 +49,11 @@ class Metric:
 GOODPUT = Metric("goodput %", ("goodput", "share"), 100, lower_is_better=False)
 TTFT_P99 = Metric("TTFT P99 s", ("latency", "ttft_s", "p99"))
 E2E_MEAN = Metric("E2E mean s", ("latency", "e2e_s", "mean"))
+E2E_P99 = Metric("E2E P99 s", ("latency", "e2e_s", "p99"))
+PREEMPTED = Metric("preempted %", ("requests", "preempted_share"), 100)
+INSTANCES = Metric("instances", ("fleet", "run_instances"))
+MIGRATIONS = Metric("migrations", ("migrations", "outcomes", "completed"), lower_is_better=None)
+RESTARTS = Metric("restarts", ("migrations", "restarts"))
 COLUMNS = (
     GOODPUT,
     Metric("TTFT mean s", ("latency", "ttft_s", "mean")),
@@ -56,13 +61,15 @@ COLUMNS = (
     Metric("TPOT P99 ms", ("latency", "tpot_s", "p99"), 1e3),
     Metric("ITL P99 ms", ("latency", "itl_s", "p99"), 1e3),
     E2E_MEAN,
-    Metric("E2E P99 s", ("latency", "e2e_s", "p99")),
-    Metric("preempted %", ("requests", "preempted_share"), 100),
+    E2E_P99,
+    PREEMPTED,
     Metric("fragmentation %", ("fleet", "fragmentation"), 100),
     Metric("KV use %", ("fleet", "kv_use"), 100, lower_is_better=None),
     Metric("prefix hits %", ("fleet", "run_prefix_hit_ratio"), 100, lower_is_better=None),
     Metric("load max/mean", ("fleet", "load_max_over_mean")),
 )
+LIFE_COLUMNS = (INSTANCES, MIGRATIONS, RESTARTS)
+"""Shown where they tell something: per run, instances paid for on average, what moved, what began again."""
 COMPARED = (GOODPUT, TTFT_P99, E2E_MEAN)
 """Columns whose differences to the baseline are tested."""
 
@@ -73,7 +80,8 @@ class PolicyResult:
 
     Attributes:
         policy: its name.
-        pooled: metrics over the pooled requests of all segments and seeds (of the fleet: the mean over runs).
+        pooled: metrics over the pooled requests of all segments and seeds (of fleet and migrations: the mean over
+            runs).
         segments: the same of each segment, over its seeds.
         requests: (n,) the pooled scored requests.
         runs: what it was made of.
@@ -176,12 +184,20 @@ def _policy_result(policy: str, runs: list[StoredRun]) -> PolicyResult:
 def _pooled_metrics(
     runs: list[StoredRun], requests: NDArray[np.void], slo_classes: Sequence[SLOClass]
 ) -> dict[str, Any]:
-    fleets = [run.summary["metrics"]["fleet"] for run in runs]
-    means = {key: [fleet[key] for fleet in fleets if fleet[key] is not None] for key in fleets[0]}
+    migrations = [run.summary["metrics"]["migrations"] for run in runs]
     return {
         **metrics.request_summary(requests, metrics.pooled_bins([run.itl() for run in runs]), slo_classes),
-        "fleet": {key: float(np.mean(values)) if values else None for key, values in means.items()},
+        "fleet": _means([run.summary["metrics"]["fleet"] for run in runs]),
+        "migrations": {
+            "outcomes": _means([of["outcomes"] for of in migrations]),
+            "restarts": float(np.mean([of["restarts"] for of in migrations])),
+        },
     }
+
+
+def _means(of_runs: list[dict[str, float | None]]) -> dict[str, float | None]:
+    values = {key: [of[key] for of in of_runs if of[key] is not None] for key in of_runs[0]}
+    return {key: float(np.mean(known)) if known else None for key, known in values.items()}  # type: ignore[arg-type]
 
 
 def _slo_class(plain: dict[str, Any]) -> SLOClass:
@@ -208,12 +224,13 @@ def difference(policy: PolicyResult, baseline: PolicyResult, metric: Metric) -> 
 
 def values_table(result: ScenarioResult) -> Table:
     """Every policy's metrics over the pooled requests of all segments and seeds, the best of each column marked."""
-    columns = [_column(result, metric) for metric in COLUMNS]
+    shown = [*COLUMNS, *(metric for metric in LIFE_COLUMNS if _tells(result, metric))]
+    columns = [column(result, metric) for metric in shown]
     goodputs = [Text(number(_goodput_iqm(policy))) for policy in result.policies]
     runs = len(result.baseline.runs)
     return Table(
         f"{result.name}: {len(result.baseline.requests):,} scored requests in {runs} runs each",
-        ["policy", *(metric.title for metric in COLUMNS), "goodput IQM %"],
+        ["policy", *(metric.title for metric in shown), "goodput IQM %"],
         [
             [Text(policy.policy), *cells, iqm_cell]
             for policy, *cells, iqm_cell in zip(result.policies, *columns, goodputs, strict=True)
@@ -223,7 +240,16 @@ def values_table(result: ScenarioResult) -> Table:
     )
 
 
-def _column(result: ScenarioResult, metric: Metric) -> list[Text]:
+def _tells(result: ScenarioResult, metric: Metric) -> bool:
+    """Whether a column of `LIFE_COLUMNS` does."""
+    if metric is INSTANCES:
+        fleet = result.baseline.runs[0].summary["config"]["fleet"]
+        return fleet["scaling"] is not None or fleet["failures"] is not None
+    return any(metric.of(policy.pooled) for policy in result.policies)
+
+
+def column(result: ScenarioResult, metric: Metric) -> list[Text]:
+    """A metric of every policy, the best marked."""
     values = [metric.of(policy.pooled) for policy in result.policies]
     known = [value for value in values if value is not None]
     best = None
@@ -248,7 +274,7 @@ def differences_table(result: ScenarioResult) -> Table:
         for metric in COMPARED:
             found = difference(policy, baseline, metric)
             row += [
-                Text(_interval(found.interval), best=_is_better(found.interval, metric)),
+                Text(interval_text(found.interval), best=_is_better(found.interval, metric)),
                 Text("-" if found.p is None else f"{found.p:.2g}"),
                 Text("-" if found.won is None else f"{100 * found.won:.0f}"),
             ]
@@ -270,7 +296,7 @@ def rescored_table(result: ScenarioResult) -> Table:
     ]
     by_class = [Metric(name, ("goodput", "by_class", name), 100, False) for name in classes]
     shown = by_scale + (by_class if len(by_class) > 1 else [])
-    columns = [_column(result, metric) for metric in shown]
+    columns = [column(result, metric) for metric in shown]
     return Table(
         f"{result.name}: goodput % with other targets",
         ["policy", *(metric.title for metric in shown)],
@@ -316,7 +342,8 @@ def notes(result: ScenarioResult) -> list[str]:
     return said
 
 
-def _interval(interval: Interval | None) -> str:
+def interval_text(interval: Interval | None) -> str:
+    """A difference and its interval."""
     if interval is None:
         return "-"
     return f"{_signed(interval.estimate)} [{_signed(interval.low)}, {_signed(interval.high)}]"

@@ -313,6 +313,7 @@ def fleet_summary(log: RunLog, requests: NDArray[np.void], window: Window) -> di
         "run_prefix_hit_ratio": _ratio(instances["prefix_hits_tokens"].sum(), instances["prefix_queries_tokens"].sum()),
         "run_preemptions": int(instances["preemptions"].sum()),
         "run_instance_seconds": float(instances["alive_s"].sum()),
+        "run_instances": _ratio(instances["alive_s"].sum(), log.end_s),
         "run_held_s": float(log.held_s),
     }
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,53 @@ def over_time(
     axis.set(xlabel="time (s)", ylabel=ylabel)
     axis.set_ylim(bottom=0)
     _with_legend(figure, axis)
+    return Plot(title, _svg(figure), _png(figure))
+
+
+class Column(NamedTuple):
+    """One of several situations side by side.
+
+    Attributes:
+        title: of the situation.
+        ylabel: what the curves show.
+        curves: by name: (n,) times in seconds and (n,) values.
+        shaded_s: from and to where the background is shaded.
+        values: by name, drawn below the curves.
+    """
+
+    title: str
+    ylabel: str
+    curves: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
+    shaded_s: tuple[float, float] | None
+    values: Mapping[str, float]
+
+
+def small_multiples(title: str, columns: Sequence[Column], xlabel: str) -> Plot:
+    """Situations side by side: curves over time above, a value for each of the same names and others below.
+
+    Args:
+        title: of the drawing.
+        columns: the situations; all have the same names in `values`.
+        xlabel: what the values are.
+    """
+    from matplotlib.figure import Figure
+
+    most = max(value for column in columns for value in column.values.values())
+    figure = Figure(figsize=(3 * len(columns), 6))
+    rows = figure.subplots(2, len(columns), squeeze=False)
+    for place, (column, above, below) in enumerate(zip(columns, *rows, strict=True)):
+        if column.shaded_s is not None:
+            above.axvspan(*column.shaded_s, color="#eeeeee")
+        for index, (name, (time_s, values)) in enumerate(column.curves.items()):
+            above.plot(time_s, values, **_line(index), label=name)
+        above.set(title=column.title, xlabel="time (s)", ylabel=column.ylabel)
+        above.set_ylim(bottom=0)
+        names = list(column.values)
+        below.barh(range(len(names)), list(column.values.values()), color=COLOURS[0], height=0.6)
+        below.set(xlabel=xlabel, xlim=(0, most), ylim=(len(names) - 0.5, -0.5))
+        below.set_yticks(range(len(names)), names if place == 0 else [""] * len(names))
+    figure.legend(*rows[0][0].get_legend_handles_labels(), loc="upper center", ncols=3, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     return Plot(title, _svg(figure), _png(figure))
 
 

@@ -96,6 +96,14 @@ def provenance() -> dict[str, object]:
     }
 
 
+def origin_text() -> str:
+    """Commit and versions in a line, for a page."""
+    origin = provenance()
+    versions = origin["versions"]
+    assert isinstance(versions, dict)
+    return f"Commit {origin['commit']}; {', '.join(f'{name} {version}' for name, version in versions.items())}."
+
+
 def _commit() -> str | None:
     """The commit of the checkout that the package runs from, with ``-dirty`` after changes; None outside of one."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetpilot.evaluation.comparison import (
     COLUMNS,
+    LIFE_COLUMNS,
     ScenarioResult,
     collect,
     differences_table,
@@ -177,9 +178,9 @@ def _html(sections: list[_Section], origin: dict[str, Any]) -> str:
 
 def _write_csv(path: Path, runs: list[StoredRun]) -> None:
     keys = ("scenario", "segment", "policy", "seed")
-    rows: list[list[Any]] = [[*keys, *(metric.title for metric in COLUMNS), "file"]]
+    rows: list[list[Any]] = [[*keys, *(metric.title for metric in (*COLUMNS, *LIFE_COLUMNS)), "file"]]
     for run in runs:
-        values = [metric.of(run.summary["metrics"]) for metric in COLUMNS]
+        values = [metric.of(run.summary["metrics"]) for metric in (*COLUMNS, *LIFE_COLUMNS)]
         rows.append([*(run.summary["config"][key] for key in keys), *values, run.stem.name])
     with path.open("w", newline="") as file:
         csv.writer(file).writerows(["" if value is None else value for value in row] for row in rows)

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fleetpilot.baselines import load_policy
-from fleetpilot.cluster import FleetConfig, simulate
+from fleetpilot.cluster import Failures, FleetConfig, simulate
 from fleetpilot.evaluation.provenance import code_version, config_hash, fleet_json, provenance, table_hash
 from fleetpilot.evaluation.runs import StoredRun, check_samples, run_one
 from fleetpilot.fleet.jit import cache_dir
@@ -33,6 +33,7 @@ class Scenario:
         name: as shown in reports.
         segments: independent request tables; statistics are over them.
         fleet: the instances and what a dispatcher sees of them.
+        failures: of each segment, in place of the fleet's; empty where these are the same for all.
         warmup_share: share of a segment's span whose arrivals are not scored.
         sample_interval_s: seconds between samples of the instances.
     """
@@ -40,12 +41,17 @@ class Scenario:
     name: str
     segments: tuple[RequestTable, ...]
     fleet: FleetConfig
+    failures: tuple[Failures | None, ...] = ()
     warmup_share: float = 0.1
     sample_interval_s: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.segments or any(len(table) == 0 for table in self.segments):
             raise ValueError(f"scenario {self.name!r}: expected at least one segment, each with at least one request")
+        if self.failures and len(self.failures) != len(self.segments):
+            raise ValueError(
+                f"scenario {self.name!r}: got failures of {len(self.failures)} segments, expected {len(self.segments)}"
+            )
         for table in self.segments:
             check_samples(table, len(self.fleet.profiles), self.sample_interval_s)
 
@@ -64,6 +70,14 @@ class Cell:
         """The requests."""
         return self.scenario.segments[self.segment]
 
+    @property
+    def fleet(self) -> FleetConfig:
+        """The scenario's, with the failures of the segment."""
+        scenario = self.scenario
+        return (
+            replace(scenario.fleet, failures=scenario.failures[self.segment]) if scenario.failures else scenario.fleet
+        )
+
     def config(self) -> dict[str, Any]:
         """Everything that decides the result."""
         return {
@@ -72,7 +86,7 @@ class Cell:
             "segment": self.segment,
             "seed": self.seed,
             "workload": {"name": self.table.name, "hash": table_hash(self.table), "requests": len(self.table)},
-            "fleet": fleet_json(self.scenario.fleet),
+            "fleet": fleet_json(self.fleet),
             "warmup_share": self.scenario.warmup_share,
             "sample_interval_s": self.scenario.sample_interval_s,
             "code": code_version(),
@@ -110,7 +124,8 @@ def evaluate(
 ) -> list[StoredRun]:
     """Run every policy on every segment with every seed. What is on disk already, of the same config, is not run again.
 
-    Arrivals, lengths and predictions belong to the segments: the same for all policies (common random numbers).
+    Arrivals, lengths, predictions and failures belong to the segments: the same for all policies (common random
+    numbers).
 
     Args:
         scenarios: what to serve, on what.
@@ -213,7 +228,7 @@ def _run_job(job: _Job) -> StoredRun:
     scenario = cell.scenario
     return run_one(
         cell.table,
-        scenario.fleet,
+        cell.fleet,
         load_policy(cell.policy),
         seed=cell.seed,
         warmup_share=scenario.warmup_share,

@@ -30,6 +30,7 @@ OUTCOMES = (
 ABSENT, STARTING, READY, DRAINING, FAILED = range(5)
 
 (
+    _NOTICE,
     _FAILURE,
     _STARTED,
     _DEADLINE,
@@ -41,7 +42,7 @@ ABSENT, STARTING, READY, DRAINING, FAILED = range(5)
     _SCALE_TICK,
     _SAMPLE,
     _BOUNDARY,
-) = range(11)
+) = range(12)
 """Events, in the order in which those of the same time happen."""
 
 _MOST_EVENTS = 200_000
@@ -218,7 +219,8 @@ class Fleet:
         self.came_back: list[Job] = []  # at this very time
         self.held: list[Job] = []
         self.next_retry_s = math.inf
-        self.failures = sorted(config.failures.at) if config.failures else []
+        self.failures = sorted(config.failures.at) if config.failures else []  # those to come
+        self.notices = [(self.notice_s(time_s), index) for time_s, index in self.failures]
         self.source_ticks = self.scale_ticks = self.samples_taken = 0
         self.sample_interval_s = sample_interval_s
         self.samples: list[tuple[float, int, int]] = []
@@ -245,7 +247,8 @@ class Fleet:
     def next_events(self) -> list[tuple[float, int, int]]:
         """(time, kind, index) of the next event of each kind and instance."""
         rebalancing, scaling = self.config.rebalancing, self.config.scaling
-        events = [(time_s, _FAILURE, index) for time_s, index in self.failures[:1]]
+        events = [(time_s, _NOTICE, index) for time_s, index in self.notices[:1]]
+        events += [(time_s, _FAILURE, index) for time_s, index in self.failures[:1]]
         for index, engine in enumerate(self.engines):
             events += [(engine.ready_s, _STARTED, index), (engine.deadline_s, _DEADLINE, index)]
             if engine.migration is not None and engine.migration.source == index:
@@ -264,14 +267,18 @@ class Fleet:
         return events
 
     def happen(self, kind: int, index: int) -> None:
-        if kind == _FAILURE:
+        if kind == _NOTICE:
+            self.notices.pop(0)
+            if self.engines[index].state == READY:
+                self.engines[index].state = DRAINING
+        elif kind == _FAILURE:
             self.failures.pop(0)
             self.fail(index)
         elif kind == _STARTED:
             self.engines[index].ready_s = math.inf
             if self.engines[index].state == FAILED:
                 self.engines[index].billed_since_s = self.now_s
-            self.engines[index].state = READY
+            self.engines[index].state = DRAINING if self.under_notice(index) else READY
         elif kind == _DEADLINE:
             self.engines[index].deadline_s = math.inf
             self.come_back(self.clear(index))
@@ -611,12 +618,17 @@ class Fleet:
             candidates: list[int] = []
             for i, engine in enumerate(self.engines):
                 absent = [e for e in self.engines if e.state == ABSENT and e.config == engine.config]
-                first_absent = next((e for e in absent if e.index not in seen), None)
+                free = [e for e in absent if e.index not in seen and not self.under_notice(e.index)]
+                first_absent = free[0] if free else None
                 started = self.has(STARTING) + self.has(READY) + self.has(DRAINING)
-                if i not in seen and (
-                    (engine is first_absent and started < most)
-                    or (engine.state == READY and self.has(READY) > scaling.min_instances)
-                    or engine.state == DRAINING
+                if (
+                    i not in seen
+                    and not self.under_notice(i)
+                    and (
+                        (engine is first_absent and started < most)
+                        or (engine.state == READY and self.has(READY) > scaling.min_instances)
+                        or engine.state == DRAINING
+                    )
                 ):
                     candidates.append(i)
             chosen = self.ask("scale", candidates)
@@ -639,7 +651,8 @@ class Fleet:
     def leave_drained(self) -> None:
         """Draining instances without a request and without a migration are absent."""
         for engine in self.engines:
-            if engine.state == DRAINING and not engine.requests() and engine.migration is None:
+            waits = self.under_notice(engine.index)
+            if engine.state == DRAINING and not waits and not engine.requests() and engine.migration is None:
                 engine.clear()
                 engine.state = ABSENT
                 engine.deadline_s = math.inf
@@ -648,6 +661,13 @@ class Fleet:
     def stop_billing(self, engine: FleetEngine) -> None:
         engine.billed_s += self.now_s - engine.billed_since_s
         engine.billed_since_s = math.nan
+
+    def notice_s(self, failure_s: float) -> float:
+        return max(0.0, failure_s - self.config.failures.notice_s)
+
+    def under_notice(self, index: int) -> bool:
+        """Whether a failure of it is to come and has been announced."""
+        return any(i == index and self.notice_s(time_s) <= self.now_s for time_s, i in self.failures)
 
     def fail(self, index: int) -> None:
         engine = self.engines[index]
@@ -687,7 +707,9 @@ class Fleet:
         for job in jobs:
             job.record.restarts += 1
             job.lost_at_s = job.stopped_s = math.nan
-        self.came_back += jobs
+        most = self.config.failures.max_restarts if self.config.failures else Failures().max_restarts
+        self.end_as_failed([job for job in jobs if job.record.restarts > most])
+        self.came_back += [job for job in jobs if not job.record.failed]
 
     # --- conservation and the result ---------------------------------------------------------------------------------
 

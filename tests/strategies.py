@@ -199,6 +199,9 @@ def fleet(pick: Pick, exact: bool = False, protocol: str | None = None) -> tuple
         hold_interval_s=pick([1, 4]) * GRID_S,
         max_hold_s=pick([8, 64_000]) * GRID_S,
     )
+    if drawn.failures:
+        notice_s, most = pick([0, 0, 2, 8, 32]) * GRID_S, pick([0, 1, 100, 100, 100])
+        drawn = replace(drawn, failures=replace(drawn.failures, notice_s=notice_s, max_restarts=most))
     if drawn.rebalancing and (protocol or pick(PROTOCOLS)) == "vllm":
         stock = {instance: stock_engine(pick, instance) for instance in dict.fromkeys(drawn.instances)}
         drawn = replace(

@@ -67,6 +67,8 @@ BAD = {
     f"simulate --workload {SMALL} --fleet=": "argument --fleet: '': expected NAME:N",
     f"simulate --workload {SMALL} --slo=": "--slo: '': expected different names joined by commas, as chat,tight",
     f"simulate --workload {SMALL} --load 0.8,0.8": "'0.8,0.8': expected one number > 0",
+    f"simulate --workload {SMALL} --fail 600": "--fail: '600': expected INSTANCE@SECONDS, joined by commas",
+    f"simulate --workload {SMALL} --fail 0@9,1@soon": "--fail: '1@soon': expected INSTANCE@SECONDS",
     f"simulate --workload {SMALL} --poll-delay-s x": "--poll-delay-s: 'x': expected a number of seconds from 0 to 1e",
     f"simulate --workload {SMALL} --poll-delay-s nan": "--poll-delay-s: 'nan': expected a number of seconds from 0",
     f"simulate --workload {SMALL} --poll-delay-s 1e5": "--poll-delay-s 100000: expected at most 10,000 times",
@@ -261,7 +263,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out.startswith("usage: fleetpilot")
 
 
-@pytest.mark.parametrize("command", [["simulate"], ["evaluate"], ["trace"]])
+@pytest.mark.parametrize("command", [["simulate"], ["evaluate"], ["trace"], ["emulate"]])
 def test_examples_in_help_are_understood(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*command, "--help") == 0
     examples = re.findall(r"^  fleetpilot (.*)$", capsys.readouterr().out, re.MULTILINE)
@@ -270,7 +272,7 @@ def test_examples_in_help_are_understood(command: list[str], capsys: pytest.Capt
         assert _parser().parse_args(shlex.split(example)).run
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/cli.md", "docs/evaluation.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/cli.md", "docs/evaluation.md", "docs/emulator.md"])
 def test_commands_in_the_documentation_are_understood(page: str) -> None:
     text = (Path(__file__).parent.parent / page).read_text(encoding="utf-8")
     fenced = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
@@ -504,6 +506,8 @@ def test_an_experiment_takes_no_other_setup(capsys: pytest.CaptureFixture[str]) 
     [
         (["--protocol", "vllm"], "--protocol vllm: expected with --rebalance-s"),
         (["--start-up-s", "5"], "--start-up-s 5.0: expected with --ready"),
+        (["--notice-s", "5"], "--notice-s 5.0: expected with --fail"),
+        (["--fail", "9@5"], "a failure of instance 9: expected 0 to 3"),
         (["--policy", "llumnix?low=60&high=10"], "low = 60: expected at most high, 10"),
     ],
 )
@@ -514,7 +518,10 @@ def test_options_that_contradict_or_say_nothing(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["--mtbf-s", "500"], ["--instances", "4", "--ready", "2"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--mtbf-s", "500"], ["--fail", "0@9,1@20", "--notice-s", "5"], ["--instances", "4", "--ready", "2"]],
+)
 def test_a_load_is_of_the_fleet_without_failures_and_scaling(
     capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from keyed_choice import KeyedChoice
 from oracle import OracleInstance
-from oracle_fleet import ABSENT, READY, FleetResult, Migration, OracleFleet, Question, simulate_fleet
+from oracle_fleet import ABSENT, DRAINING, FAILED, READY, FleetResult, Migration, OracleFleet, Question, simulate_fleet
 from strategies import fleets, fleets_on_grid
 
 from fleetpilot.cluster.config import Failures, Rebalancing, Scaling
@@ -574,6 +574,66 @@ def test_failure_for_good() -> None:
     assert [request.generated for request in result.requests] == [2, 5, 0]
     assert math.isnan(result.requests[2].arrival_s)
     assert result.alive_s == [2.5, 5.0]
+
+
+@pytest.mark.parametrize(("most", "failed"), [(1, True), (2, False)])
+def test_a_request_that_loses_its_instance_too_often_fails(most: int, failed: bool) -> None:
+    failures = Failures(at=((1.5, 0), (3.5, 1)), repair_s=1.0, max_restarts=most)
+    result = run(Script(dispatch=[0, 1, 0]), [0.0], [8], [5], [CHUNKED] * 2, failures=failures)
+    # 1 token on instance 0, 2 on the other.
+    assert result.requests[0].token_times == [1, 2.5] + ([] if failed else [4.5, 5.5, 6.5])
+    assert (result.requests[0].restarts, result.requests[0].failed) == (2, failed)
+
+
+def test_announced_failure() -> None:
+    script = Script(dispatch=[0, 1, 1])
+    failures = Failures(at=((3.0, 0),), notice_s=1.0, repair_s=2.0)
+    result = run(script, [0.0, 2.0, 5.5], [8, 8, 8], [5, 1, 1], [CHUNKED] * 2, failures=failures)
+    asked = [(q.time_s, q.candidates, q.state[0]) for q in script.asked]
+    # At 2 the notice comes before the arrival. A has 2 tokens at 3, and starts again at once.
+    assert asked == [
+        (0.0, [True, True], READY),
+        (2.0, [False, True], DRAINING),
+        (3.0, [False, True], FAILED),
+        (5.5, [True, True], READY),
+    ]
+    assert result.requests[0].token_times == [1, 2, 4, 5, 6]
+    assert [request.restarts for request in result.requests] == [1, 0, 0]
+    assert result.alive_s == [3.0 + 1.5, 6.5]
+
+
+def test_a_notice_from_the_start_on_and_an_instance_that_waits_for_its_failure() -> None:
+    # Instance 0 never gets a request, and is billed until it fails.
+    script = Script(dispatch=[1, 1])
+    failures = Failures(at=((2.0, 0),), notice_s=5.0, repair_s=math.inf)
+    result = run(script, [0.0, 4.0], [8, 8], [1, 1], [CHUNKED] * 2, failures=failures)
+    assert [q.candidates for q in script.asked] == [[False, True], [False, True]]
+    assert result.alive_s == [2.0, 5.0]
+
+
+def test_requests_leave_an_instance_under_notice() -> None:
+    # As in `move_a`: announced at 2.25, A leaves at 4.25, before the failure.
+    result = move_a(failures=Failures(at=((6.0, 0),), notice_s=3.75, repair_s=100.0))
+    assert [described(m) for m in result.migrations] == [(0, 0, 1, 2.5, 4.25, 5.0, 2, 3, "completed")]
+    assert result.requests[0].restarts == 0
+    assert result.alive_s[0] == 6.0
+    assert move_a(failures=Failures(at=((6.0, 1),), notice_s=3.75)).migrations == []  # no destination
+
+
+def test_what_is_under_notice_is_not_scaled_and_drains_when_it_is_ready() -> None:
+    # Instance 1 is absent and under notice from 1.5 to 3.5; instance 0 is from 0.25 until it fails at
+    # 2.25, and again from 3 to 5: it drains when it is ready again at 3.25.
+    script = Script(dispatch=[0, 0])
+    failures = Failures(at=((2.25, 0), (3.5, 1), (5.0, 0)), notice_s=2.0, repair_s=1.0)
+    result = run(script, [0.0, 6.5], [8, 8], [1, 1], [CHUNKED] * 2, scaling=replace(SCALES, ready=1), failures=failures)
+    assert [(q.time_s, q.candidates) for q in script.asked if q.kind == "scale"] == [
+        (4.0, [False, True]),
+        (5.0, [False, True]),
+        (6.0, [False, True]),
+        (7.0, [False, True]),
+    ]
+    assert [q.state[0] for q in script.asked if q.kind == "scale"] == [DRAINING, FAILED, READY, READY]
+    assert result.alive_s == [2.25 + 1.75 + 1.5, 0.0]
 
 
 @pytest.mark.parametrize("max_hold_s", [1.0, 100.0])

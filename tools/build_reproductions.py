@@ -14,8 +14,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from fleetpilot.evaluation.experiments import EXPERIMENTS, load_experiment
-from fleetpilot.evaluation.provenance import provenance
+from fleetpilot.evaluation.experiments import PUBLISHED, load_experiment
+from fleetpilot.evaluation.provenance import origin_text
 from fleetpilot.evaluation.tables import Table, Text, markdown
 from fleetpilot.workloads.llumnix import PAPER_SEED
 
@@ -40,13 +40,11 @@ def section(name: str, tables: list[Table], plot: str | None) -> str:
 
 def page(sections: list[str], counts: dict[str, dict[str, int]]) -> str:
     """The page."""
-    origin = provenance()
-    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
     rows = [[Text(name), Text(str(of["yes"])), Text(str(of["no"]))] for name, of in counts.items()]
     summary = Table("Bounds", ["experiment", "met", "missed"], rows, "Each is judged in the experiment's own tables.")
     head = f"""# Published experiments, repeated
 
-Written by `python tools/build_reproductions.py`; do not edit. Commit {origin["commit"]}; {versions}. The seed of the
+Written by `python tools/build_reproductions.py`; do not edit. {origin_text()} The seed of the
 Llumnix paper's artifact, {PAPER_SEED:#x}, gives its generated traces; engine noise has the seeds 0, 1, ....
 """
     return "\n".join([head, markdown(summary), *sections])
@@ -59,7 +57,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, help="processes (default: the machine's cores)")
     arguments = parser.parse_args()
     sections, counts = [], {}
-    for name in EXPERIMENTS:
+    for name in PUBLISHED:
         print(name, flush=True)
         folder = arguments.out / name
         tables = load_experiment(name).run(folder, workers=arguments.workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -195,6 +196,17 @@ class Answer:
         """The choice ends here."""
         choice.finish_reason, choice.stop_reason = "abort", None
         self._tell(choice, [], choice.rest(), "abort")
+
+    def fail(self, message: str) -> None:
+        """The answer ends in an error: inside the stream, or instead of a body."""
+        error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+        if not self.generation.stream:
+            self.exchange.respond(500, orjson.dumps({"error": error}))
+            return
+        if not self._greeted:
+            self.exchange.start(200, EVENT_STREAM)
+        self.exchange.write(b"data: %b\n\n%b" % (json.dumps({"error": error}).encode(), DONE))
+        self.exchange.finish()
 
     def _tell(self, choice: Choice, tokens: list[int], text: str, finish: str | None) -> None:
         generation = self.generation

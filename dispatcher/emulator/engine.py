@@ -49,7 +49,8 @@ class Job:
         priority: lower goes first, where the engine orders by priority.
         salt: only sequences of the same salt share blocks.
         keep: whether the blocks stay pinned at the end, by the hold `lease`.
-        pulled_tokens: those of the prompt whose KV has come from another engine.
+        cached_tokens: those of the prompt whose KV was there when it was admitted.
+        pulled_tokens: of these, the ones that have come from another engine.
         arrival_s: when it was submitted; the others are NaN until they happen.
     """
 
@@ -70,7 +71,8 @@ class Job:
     ended: bool = False
     path: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     slot: int = NIL
-    hold: int = NIL  # of the blocks that were pulled for it, until it is admitted
+    hold: int = NIL  # of the blocks that are pulled for it, until it is admitted
+    present_tokens: int = 0  # those that were there before the pull
 
 
 class Engine:
@@ -99,7 +101,7 @@ class Engine:
         self._progress = np.zeros(profile.max_num_seqs, PROGRESS)
         self._jobs: dict[int, Job] = {}  # by slot
         self._holds: dict[int, NDArray[np.int32]] = {}  # their sequences, by slot
-        self._pulls: deque[tuple[Job, int, Callable[[Job, int], None]]] = deque()  # that wait for blocks
+        self._pulls: deque[tuple[Job, Callable[[Job, int], None]]] = deque()  # that wait for blocks
         self._copying = 0
         self._fetched: list[Job] = []  # of which some blocks were pulled, until they are admitted
         self._dropped: list[Job] = []
@@ -199,7 +201,8 @@ class Engine:
                 self._see_start(job, time_s)
             if generated == len(job.answer):
                 if job.keep and not job.ended:
-                    job.lease = self._hold(job.path, (len(job.prompt) + generated - 1) // self.profile.block_size)
+                    blocks, rest = divmod(len(job.prompt) + generated - 1, self.profile.block_size)
+                    job.lease = self._hold(job.path, blocks, 1 if rest else 0)
                 self._leave(job)
         for job in self._dropped:
             if self._jobs.get(job.slot) is job:
@@ -222,6 +225,12 @@ class Engine:
         job.first_token_s = time_s
         job.admitted_s = float(slot["admitted_s"])
         job.cached_tokens = min(int(slot["cached_tokens"]), len(job.prompt))
+        if job.pulled_tokens > 0:
+            # what was pulled beyond full blocks is used, and the model's prefill of it only stands for its last token
+            if job.cached_tokens >= (job.pulled_tokens - 1) // self.profile.block_size * self.profile.block_size:
+                job.cached_tokens = max(job.cached_tokens, job.pulled_tokens)
+            job.pulled_tokens = max(0, job.cached_tokens - job.present_tokens)
+            self.pulled_tokens += job.pulled_tokens
 
     def _leave(self, job: Job) -> None:
         """The job has left the instance."""
@@ -248,34 +257,36 @@ class Engine:
     def pull(self, job: Job, tokens: int, time_s: float, on_start: Callable[[Job, int], None]) -> None:
         """A job arrives whose first `tokens` tokens another engine has: blocks are taken for them once they are free.
 
-        Then `on_start` is called with (job, blocks to be copied); `end_pull` ends it.
+        Then `on_start` is called with (job, tokens to be copied); `end_pull` ends it.
         """
         self._enter(job, time_s)
-        self._pulls.append((job, min(tokens // self.profile.block_size, len(job.path)), on_start))
+        job.pulled_tokens = min(tokens, len(job.prompt))
+        self._pulls.append((job, on_start))
         self._begin_pulls()
 
     def _begin_pulls(self) -> None:
         while self._pulls:
-            job, blocks, on_start = self._pulls[0]
+            job, on_start = self._pulls[0]
             if not job.ended:
+                blocks = min(job.pulled_tokens // self.profile.block_size, len(job.path))
                 job.hold = self._hold(job.path, blocks)
                 if job.hold == NIL and blocks > 0:
                     return
                 self._copying += 1
             self._pulls.popleft()
             if not job.ended:
-                present = int(self._state.slot[job.hold]["computed_tokens"]) if job.hold != NIL else 0
-                on_start(job, blocks - present // self.profile.block_size)
+                job.present_tokens = int(self._state.slot[job.hold]["computed_tokens"]) if job.hold != NIL else 0
+                on_start(job, job.pulled_tokens - job.present_tokens)
 
-    def end_pull(self, job: Job, blocks: int, time_s: float) -> None:
-        """So many blocks have been copied (0: the copy failed), and the job joins the queue."""
+    def end_pull(self, job: Job, copied: bool, time_s: float) -> None:
+        """The tokens have been copied, or the copy failed; the job joins the queue."""
         self._copying -= 1
         if job.ended:
             return
-        if blocks > 0:
+        if not copied:
+            job.pulled_tokens = 0
+        elif job.hold != NIL:
             fill_hold(self._handle, job.hold)
-            job.pulled_tokens = blocks * self.profile.block_size
-            self.pulled_tokens += job.pulled_tokens
         self.submit(job, time_s)
         self._fetched.append(job)
 
@@ -292,11 +303,12 @@ class Engine:
                 waiting.append(job)
         self._fetched = waiting
 
-    def _hold(self, path: NDArray[np.int32], blocks: int) -> int:
-        if blocks == 0 or len(path) < blocks:
+    def _hold(self, path: NDArray[np.int32], blocks: int, partial: int = 0) -> int:
+        """Pin a sequence's first blocks, and `partial` of its own; `NIL` if they are not free, or there are none."""
+        if blocks + partial == 0 or len(path) < blocks or not self.profile.prefix_cache:
             return NIL
         self._make_slot()
-        slot = int(begin_hold(self._handle, int(path[blocks - 1]), blocks))
+        slot = int(begin_hold(self._handle, int(path[blocks - 1]) if blocks else NIL, blocks, partial))
         if slot != NIL:
             self._holds[slot] = path[:blocks]
             self._tree.use(path[:blocks])
@@ -306,6 +318,7 @@ class Engine:
         """The blocks of a hold are pinned no more."""
         end_hold(self._handle, hold, time_s)
         self._tree.leave(self._holds.pop(hold))
+        self._begin_pulls()
 
     def hold_of(self, hold: int) -> list[int]:
         """Numbers of the blocks that a hold pins."""
@@ -353,7 +366,7 @@ def warm_up(profiles: Iterable[HardwareProfile]) -> None:
                 engine.release(job.lease, engine.time_s)
         job = Job(prompt + 1, prompt[:1], lambda job, first, last: None)
         engine.pull(job, len(prompt), engine.time_s, lambda job, blocks: None)
-        engine.end_pull(job, 1, engine.time_s)
+        engine.end_pull(job, True, engine.time_s)
         engine.abort(job, engine.time_s)
         engine.step()
         answer(prompt, 1, mean_tokens=1.0)

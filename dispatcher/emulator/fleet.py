@@ -35,6 +35,7 @@ class EmulatedFleet:
         Raises:
             OSError: an address cannot be bound; then none is.
         """
+        await asyncio.to_thread(warm_up, [engine.profile for engine in self.engines])
         try:
             for i, engine in enumerate(self.engines):
                 await engine.start(host, port + i if port else 0)
@@ -65,7 +66,6 @@ def run(
     Raises:
         OSError: an address cannot be bound.
     """
-    warm_up(profiles)
 
     async def serve() -> None:
         fleet = EmulatedFleet(profiles, options)

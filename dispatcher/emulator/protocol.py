@@ -120,6 +120,8 @@ def read_body(exchange: Exchange) -> dict[str, Any]:
         raise RequestError(
             "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", "Bad Request"
         )
+    if not exchange.body:
+        invalid("missing", (), "Field required", None)
     try:
         body = orjson.loads(exchange.body)
     except orjson.JSONDecodeError:
@@ -148,20 +150,21 @@ def read_completion(exchange: Exchange, model: str, max_model_len: int) -> Gener
         RequestError: vLLM would refuse it.
     """
     body = read_body(exchange)
-    _whole(body, "max_tokens")
+    wanted = _whole(body, "max_tokens")
     prompt = body.get("prompt")
     if prompt is None or prompt == "":
-        _value_error("Either prompt or prompt_embeds must be provided and non-empty.", "prompt", body)
+        _value_error("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     prompts = _prompts(prompt)
-    max_tokens = body["max_tokens"] if body.get("max_tokens") is not None else DEFAULT_COMPLETION_TOKENS
+    max_tokens = DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
     generation = _generation(exchange, body, model, prompts, chat=False)
     logprobs = _whole(body, "logprobs")
     if logprobs is not None and logprobs < -1:
-        _value_error("`logprobs` must be a positive value or -1.", "logprobs", body)
+        _value_error("`logprobs` must be a positive value or -1.", "logprobs")
     generation.logprobs = logprobs
     if _flag(body, "echo"):
         raise RequestError("echo: emulated engines do not echo prompts", param="echo")
-    generation.max_tokens = [_limit(len(p), max_tokens, max_model_len, "max_tokens") for p in prompts]
+    text = isinstance(prompt, str) or isinstance(prompt[0], str)
+    generation.max_tokens = [_limit(len(p), max_tokens, max_model_len, "max_tokens", text=text) for p in prompts]
     _check_sampling(generation, body)
     return generation
 
@@ -182,19 +185,27 @@ def read_chat(exchange: Exchange, model: str, max_model_len: int) -> Generation:
     top = _whole(body, "top_logprobs") or 0
     generation.logprobs = top if _flag(body, "logprobs") else None
     if top and generation.logprobs is None:
-        _value_error("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs", body)
-    generation.max_tokens = [_limit(len(prompt), wanted, max_model_len, name)]
+        _value_error("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+    generation.max_tokens = [_limit(len(prompt), wanted, max_model_len, name, text=True)]
     _check_sampling(generation, body)
     return generation
 
 
-def chat_text(body: Mapping[str, Any]) -> str:
-    """The text that the messages of a chat are turned into."""
+def chat_text(body: Mapping[str, Any], *, generate: bool = True) -> str:
+    """The text that the messages of a chat are turned into, and the beginning of the answer where it is to `generate`.
+
+    Raises:
+        RequestError: they are no messages.
+    """
     messages = body.get("messages")
     if messages is None:
         invalid("missing", ("messages",), "Field required", dict(body))
     if not isinstance(messages, list):
         invalid("list_type", ("messages",), "Input should be a valid list", messages)
+    if not messages:
+        raise RequestError(
+            "Cannot apply chat template to an empty conversation. Provide at least one message.", "BadRequestError"
+        )
     lines = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -203,7 +214,7 @@ def chat_text(body: Mapping[str, Any]) -> str:
         if isinstance(content, list):
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
         lines.append(f"<|{message['role']}|>\n{content or ''}\n")
-    return "".join(lines) + "<|assistant|>\n"
+    return "".join(lines) + ("<|assistant|>\n" if generate else "")
 
 
 def _generation(
@@ -220,7 +231,7 @@ def _generation(
     stream = _flag(body, "stream")
     options = body.get("stream_options")
     if options and not stream:
-        _value_error("Stream options can only be defined when `stream=True`.", "stream_options", body)
+        _value_error("Stream options can only be defined when `stream=True`.", "stream_options")
     if options is not None and not isinstance(options, dict):
         invalid("model_attributes_type", ("stream_options",), "Input should be a valid dictionary", options)
     options = options or {}
@@ -235,7 +246,7 @@ def _generation(
             if not salt or not isinstance(salt, str)
             else ("must be at most 128 characters and must not contain '@', '/', '\\\\', or NUL")
         )
-        _value_error(f"Parameter 'cache_salt' {message}.", "cache_salt", body)
+        _value_error(f"Parameter 'cache_salt' {message}.", "cache_salt")
     own_id = exchange.header(b"x-request-id")
     given_id = own_id.decode("latin-1") if own_id is not None else body.get("request_id") or secrets.token_hex(16)
     choices = _whole(body, "n")
@@ -263,7 +274,7 @@ def _generation(
     )
 
 
-def _limit(prompt_tokens: int, wanted: int | None, max_model_len: int, name: str) -> int:
+def _limit(prompt_tokens: int, wanted: int | None, max_model_len: int, name: str, *, text: bool) -> int:
     """How many tokens may be generated after the prompt."""
     if wanted is not None and wanted > max_model_len:
         raise RequestError(
@@ -273,9 +284,12 @@ def _limit(prompt_tokens: int, wanted: int | None, max_model_len: int, name: str
             value=wanted,
         )
     if prompt_tokens > max_model_len:
+        if text:  # vLLM's tokenizer goes no further
+            prompt_tokens = max_model_len + 1
         raise RequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
-            f"{prompt_tokens} input tokens, which exceeds this limit even without any output tokens. "
+            f"{'at least ' if text else ''}{prompt_tokens} input tokens, "
+            "which exceeds this limit even without any output tokens. "
             "Please reduce the length of the input prompt.",
             param="input_tokens",
             value=prompt_tokens,
@@ -305,6 +319,7 @@ def _check_sampling(generation: Generation, body: Mapping[str, Any]) -> None:
     if generation.choices > 1 and _number(body, "temperature") == 0:
         raise RequestError(f"n must be 1 when using greedy sampling, got {generation.choices}.")
     for name, low, high, words in (
+        ("temperature", 0.0, 1e308, "must be non-negative"),
         ("temperature", 0.0, 2.0, "must be in [0, 2]"),
         ("presence_penalty", -2.0, 2.0, "must be in [-2, 2]"),
         ("frequency_penalty", -2.0, 2.0, "must be in [-2, 2]"),
@@ -314,12 +329,12 @@ def _check_sampling(generation: Generation, body: Mapping[str, Any]) -> None:
         value = _number(body, name)
         if value is not None and not low <= value <= high:
             param = name if name == "temperature" else None
+            value = float(value)
             raise RequestError(f"{name} {words}, got {value}.", param=param, value=value if param else None)
 
 
-def _value_error(message: str, field: str, body: Mapping[str, Any]) -> NoReturn:
-    shown = {"type": "value_error", "loc": "body", "msg": f"Value error, {message}", "input": _shown(dict(body))}
-    raise RequestError(f"1 validation error:\n  {shown}", "Bad Request", field)
+def _value_error(message: str, field: str) -> NoReturn:
+    raise RequestError(f"{message} (parameter={field})", param=field)
 
 
 def _prompts(prompt: object) -> list[NDArray[np.int32]]:
@@ -334,7 +349,6 @@ def _prompts(prompt: object) -> list[NDArray[np.int32]]:
             f"prompt list length {len(prompt)} exceeds the maximum allowed count of {MAX_PROMPTS}. To increase this "
             "limit, set the VLLM_MAX_COMPLETION_PROMPTS environment variable.",
             "prompt",
-            {"prompt": prompt},
         )
     prompts = []
     for i, part in enumerate(prompt):
@@ -347,7 +361,7 @@ def _prompts(prompt: object) -> list[NDArray[np.int32]]:
         else:
             invalid("string_type", ("prompt", i), "Input should be a valid string", part)
     if not prompts:
-        raise RequestError("Please provide at least one prompt", param="prompt")
+        raise RequestError("You must pass at least one prompt")
     return prompts
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from fleetpilot.dispatcher.http.server import Exchange, HttpServer, serve
 from fleetpilot.fleet.profiles import HardwareProfile
 
 VERSION = "0.32.0"
+DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 _log = logging.getLogger(__name__)
 _MOST_STEPS = 64
 """Boundaries done at a time where the process is behind: requests must be heard meanwhile."""
@@ -49,6 +51,7 @@ class Options:
         lease_s: how long blocks stay pinned that another engine may pull.
         bandwidth_bytes_per_s: of the link over which blocks are pulled.
         round_trip_s: added to each pull.
+        kv_load_failure_policy: a request whose blocks cannot be pulled is computed, ``recompute``, or fails, ``fail``.
         seed: of the iteration times' jitter.
     """
 
@@ -58,6 +61,7 @@ class Options:
     lease_s: float = 30.0
     bandwidth_bytes_per_s: float = 2.6e9
     round_trip_s: float = 0.012
+    kv_load_failure_policy: str = "recompute"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,6 +73,8 @@ class Options:
         ):
             if not low <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} = {getattr(self, name)!r}: expected a finite number >= {low:g}")
+        if self.kv_load_failure_policy not in ("recompute", "fail"):
+            raise ValueError(f"kv_load_failure_policy = {self.kv_load_failure_policy!r}: expected recompute or fail")
         if not self.model:
             raise ValueError("model = '': expected a name")
 
@@ -78,7 +84,7 @@ class Faults:
     """What goes wrong, for tests; may be changed while the engine runs.
 
     Attributes:
-        wedged: iterations end no more, while ``/health`` stays green.
+        wedged: iterations end no more, while ``/health`` stays green; see `EmulatedEngine.wedge`.
         unhealthy: ``/health`` answers 503.
         refuse: status with which generation is refused before it begins, as vLLM's admission does with 503; None: not.
         metrics: turns the text of ``/metrics`` into what is told.
@@ -116,7 +122,7 @@ class EmulatedEngine:
         self.engine = Engine(self.profile, self.options.seed)
         self.metrics = Metrics(self.options.model)
         self.faults = Faults()
-        self.engine_id = secrets.token_hex(16)
+        self.engine_id = str(uuid.uuid4())
         self.host = ""
         self.port = 0
         self._server: HttpServer | None = None
@@ -138,6 +144,7 @@ class EmulatedEngine:
             ("GET", "/version"): self._version,
             ("GET", "/metrics"): self._metrics,
             ("GET", "/load"): self._load,
+            ("GET", "/kv_event_sources"): lambda exchange: exchange.respond(200, b"{}"),
             ("POST", "/tokenize"): self._tokenize,
             ("POST", "/detokenize"): self._detokenize,
             ("POST", "/inference/v1/abort_requests"): self._abort_requests,
@@ -164,11 +171,9 @@ class EmulatedEngine:
         """Stop listening, let requests end for `grace_s`, and cut the rest."""
         transfer.retire(self)
         if self._server is not None:
-            server, self._server = self._server, None
-            await server.close(grace_s)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+            await self._server.close(grace_s)
+            self._server = None
+        self._schedule()
         for task in list(self._tasks):
             task.cancel()
         self.leases.clear()
@@ -182,14 +187,22 @@ class EmulatedEngine:
         self._exchanges.clear()
         await self.stop()
 
+    async def crash(self) -> None:
+        """As a process whose scheduler dies: every request ends in an error, then the port is closed."""
+        for running in [one for same in self._requests.values() for one in same]:
+            if not running.answer.exchange.closed:
+                self._fail(running, DEAD)
+        await self.stop()
+
     def wedge(self) -> None:
         """From now on nothing goes on, while the engine looks healthy."""
+        self._catch_up()
         self.faults.wedged = True
+        self._schedule()
 
     def unwedge(self) -> None:
-        """Go on."""
+        """Go on, from where the engine's clock stood still."""
         self.faults.wedged = False
-        # its clock stood still: what was lost is not made up for
         self._zero_s = self._loop.time() - max(self.engine.time_s, min(self._now_s(), self.engine.next_s))
         self._schedule()
 
@@ -215,14 +228,14 @@ class EmulatedEngine:
 
     def _schedule(self) -> None:
         """See to it that the next boundary comes in time."""
-        next_s = self.engine.next_s
-        if self._server is None or next_s == self._timer_s:
+        next_s = float("inf") if self.faults.wedged or self._server is None else self.engine.next_s
+        if next_s == self._timer_s:
             return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._timer_s = next_s
-        if next_s < float("inf") and not self.faults.wedged:
+        if next_s < float("inf"):
             self._timer = self._loop.call_at(self._zero_s + next_s, self._tick)
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -233,7 +246,8 @@ class EmulatedEngine:
             if route is None:
                 known = any(path == exchange.path for _, path in self._routes)
                 message, status = ("Method Not Allowed", 405) if known else ("Not Found", 404)
-                raise RequestError(message, message, status=status)
+                exchange.respond(status, orjson.dumps({"detail": message}))
+                return
             route(exchange)
         except RequestError as error:
             exchange.respond(error.status, error.body)
@@ -284,8 +298,8 @@ class EmulatedEngine:
         self._requests.setdefault(name, []).append(running)
         now_s = self._catch_up()
         if transfer.wants_pull(generation.kv):
-            tokens = min(int(generation.kv.get("remote_num_tokens") or 0), len(choice.prompt))
-            self.engine.pull(job, tokens, now_s, lambda job, blocks: self._pull(generation.kv, job, tokens, blocks))
+            tokens = int(generation.kv.get("remote_num_tokens") or 0)
+            self.engine.pull(job, tokens, now_s, lambda _, missing: self._run(self._copy(running, missing)))
         else:
             self.engine.submit(job, now_s)
         return running
@@ -298,7 +312,7 @@ class EmulatedEngine:
             metrics.queue_s.observe(job.admitted_s - job.arrival_s)
             metrics.prompt_tokens += len(job.prompt)
             metrics.cached_tokens += job.cached_tokens
-            metrics.pulled_tokens += min(job.pulled_tokens, job.cached_tokens)
+            metrics.pulled_tokens += job.pulled_tokens
         else:
             metrics.gap_s.observe(now_s - job.last_token_s)
 
@@ -335,16 +349,25 @@ class EmulatedEngine:
         if tell:
             running.answer.abort(running.choice)
 
+    def _fail(self, running: _Running, message: str) -> None:
+        """The request, all its choices, ends in an error."""
+        self.metrics.ended["error"] += 1
+        for other in [one for same in self._requests.values() for one in same if one.answer is running.answer]:
+            self._forget(other)
+            self.engine.abort(other.job, self._catch_up())
+        running.answer.fail(message)
+
     # --- blocks that other engines pull, or that are pulled ----------------------------------------------------------
 
     def _grant(self, name: str, job: Job) -> dict[str, Any]:
         """Keep the blocks of a request that has ended; what names them."""
-        size = self.profile.block_size
         lease = f"{name}-{secrets.token_hex(4)}"
+        tokens = np.concatenate([job.prompt, job.answer])[:-1]
         blocks: list[int] = []
         if job.lease >= 0:
             blocks = self.engine.hold_of(job.lease)
-            tokens = np.concatenate([job.prompt, job.answer])[: len(blocks) * size]
+            if len(tokens) % self.profile.block_size:
+                blocks.append(self.profile.kv_blocks)  # the last one is not full and has no number of its own
             self.leases.grant(lease, job.lease, tokens)
         return {
             "do_remote_prefill": True,
@@ -357,9 +380,10 @@ class EmulatedEngine:
             "tp_size": self.profile.tp,
             "dcp_size": 1,
             "pp_size": 1,
-            "remote_num_tokens": len(job.prompt) + len(job.answer) - 1 if blocks else 0,
+            "remote_num_tokens": len(tokens) if blocks else 0,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": job.cached_tokens,
         }
 
     def _release(self, hold: int) -> None:
@@ -369,22 +393,22 @@ class EmulatedEngine:
     def _count_expired(self) -> None:
         self.metrics.expired_leases += 1
 
-    def _pull(self, kv: dict[str, Any], job: Job, tokens: int, blocks: int) -> None:
-        self._run(self._copy(kv, job, tokens, blocks))
-
-    async def _copy(self, kv: dict[str, Any], job: Job, tokens: int, blocks: int) -> None:
-        """Pull the blocks that are missing here; if that fails, they are computed."""
-        size = self.profile.block_size
-        there = blocks == 0 or await transfer.read(kv, job.prompt[: tokens // size * size])
-        if blocks > 0 and there:
-            seconds = blocks * size * self.profile.kv_bytes_per_token / self.options.bandwidth_bytes_per_s
+    async def _copy(self, running: _Running, missing: int) -> None:
+        """Pull the tokens that are missing here; if that fails, they are computed, or the request fails."""
+        job, kv = running.job, running.answer.generation.kv
+        tokens = job.prompt[: job.pulled_tokens]
+        there = missing <= 0 or await transfer.read(kv, tokens)
+        if missing > 0 and there:
+            seconds = missing * self.profile.kv_bytes_per_token / self.options.bandwidth_bytes_per_s
             end_s = self._loop.time() + self.options.round_trip_s + seconds
-            while there and (left_s := end_s - self._loop.time()) > 0:
-                await asyncio.sleep(min(left_s, self.options.lease_s / 6))
-                there = await transfer.read(kv, job.prompt[: tokens // size * size])
-        if not there:
+            while there and ((left_s := end_s - self._loop.time()) > 0 or transfer.stands_still(kv)):
+                await asyncio.sleep(max(0.01, min(left_s, self.options.lease_s / 6)))
+                there = await transfer.read(kv, tokens)
+        if not there and not job.ended:
             self.metrics.failed_pulls += 1
-        self.engine.end_pull(job, blocks if there else 0, self._catch_up())
+            if self.options.kv_load_failure_policy == "fail":
+                self._fail(running, "Internal server error")
+        self.engine.end_pull(job, there, self._catch_up())
         self._schedule()
         await transfer.release(kv)
 
@@ -461,7 +485,7 @@ class EmulatedEngine:
         body = read_body(exchange)
         prompt = body.get("prompt")
         if "messages" in body:
-            prompt = chat_text(body)
+            prompt = chat_text(body, generate=body.get("add_generation_prompt") is not False)
         if not isinstance(prompt, str):
             invalid("string_type", ("prompt",), "Input should be a valid string", prompt)
         tokens = tokenize(prompt).tolist()

@@ -109,6 +109,12 @@ class Leases:
         self._leases.clear()
 
 
+def stands_still(kv: dict[str, Any]) -> bool:
+    """Whether the source is wedged: a copy from it does not end before it goes on, or dies."""
+    source = _here.get(str(kv["remote_engine_id"]))
+    return source is not None and source.faults.wedged
+
+
 async def read(kv: dict[str, Any], tokens: NDArray[np.int32]) -> bool:
     """Ask the source for the blocks of these tokens; False if it is gone or has them no more."""
     name, wanted = str(kv["remote_request_id"]), digest(tokens)

@@ -9,6 +9,7 @@ from fleetpilot.envs.scenarios import (
     chat_and_batch,
     llumnix,
     long_prefix,
+    maintenance,
     morning_peak,
     node_loss,
     slo_1000rps,
@@ -27,6 +28,7 @@ SCENARIOS: dict[str, Scenario] = {
         agents.SCENARIO,
         slo_1000rps.SCENARIO,
         tides.SCENARIO,
+        maintenance.SCENARIO,
         node_loss.SCENARIO,
         *llumnix.SCENARIOS,
     )

@@ -1,4 +1,4 @@
-"""Experiments of papers, by name: each a module that says what was published and runs the same here.
+"""Experiments by name: those of papers, each a module that says what was published and runs the same here, and ours.
 
 A module of an experiment has a docstring whose first line describes it, and ``run``:
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-EXPERIMENTS = (
+PUBLISHED = (
     "llumnix-motivation",
     "llumnix-fig10",
     "llumnix-fig11",
@@ -22,6 +22,8 @@ EXPERIMENTS = (
     "llumnix-fig15",
     "llumnix-stock",
 )
+"""Those of papers."""
+EXPERIMENTS = (*PUBLISHED, "five-scenarios")
 """Names for ``fleetpilot evaluate --experiment``; the module is called the same, with underscores."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 import shlex
@@ -49,6 +50,7 @@ MAX_POLLS_IN_FLIGHT = 10_000
 SERVE_MODULES = {"uvloop", "httptools", "orjson", "prometheus_client"}
 
 FLEET_EXAMPLE = "a10-llama-7b:4,h100-llama-3.1-8b:2"
+FAIL_EXAMPLE = "0@600,3@900"
 
 EXAMPLES = """examples:
   fleetpilot demo
@@ -256,6 +258,21 @@ def _parts(text: str) -> list[tuple[str, int]]:
     return parts
 
 
+def _failures(text: str) -> tuple[tuple[float, int], ...]:
+    """N@S,... as (time in s, instance)."""
+    failures = []
+    for part in text.split(","):
+        instance, _, time_s = part.strip().partition("@")
+        known = instance.isdecimal() and len(instance) <= len(str(MAX_INSTANCES))
+        if not known or not 0 <= _number(time_s) <= MAX_POLL_S:
+            raise argparse.ArgumentTypeError(
+                f"{part!r}: expected INSTANCE@SECONDS, joined by commas, seconds from 0 to {MAX_POLL_S:g}, "
+                f"as {FAIL_EXAMPLE}"
+            )
+        failures.append((_number(time_s), int(instance)))
+    return tuple(failures)
+
+
 def _add_workload_options(parser: Any, *, several: bool) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument(
@@ -362,6 +379,18 @@ def _add_fleet_options(parser: Any) -> None:
         type=_seconds(1.0),
         help="instances fail at random, on average every S seconds each; repaired after 60 s, their requests restart",
     )
+    group.add_argument(
+        "--fail",
+        metavar="N@S,...",
+        type=_failures,
+        help=f"instance N, counted from 0, fails at S seconds, as {FAIL_EXAMPLE}; repaired and restarted likewise",
+    )
+    group.add_argument(
+        "--notice-s",
+        metavar="S",
+        type=_seconds(0.0),
+        help="failures of --fail are announced S seconds before, and the instance drains (default 0)",
+    )
 
 
 # --- fleets and workloads ----------------------------------------------------------------------------------------
@@ -383,6 +412,7 @@ def _served(
         )
     _expect_with(arguments, "rebalance_s", "protocol")
     _expect_with(arguments, "ready", "start_up_s")
+    _expect_with(arguments, "fail", "notice_s")
     table = _table(workload)
     if arguments.superpose > 1:
         table = superpose(table, arguments.superpose)
@@ -407,7 +437,13 @@ def _served(
         scaling=None
         if arguments.ready is None
         else Scaling(ready=arguments.ready, start_up_s=30.0 if arguments.start_up_s is None else arguments.start_up_s),
-        failures=None if arguments.mtbf_s is None else Failures(mtbf_s=arguments.mtbf_s),
+        failures=None
+        if arguments.mtbf_s is None and arguments.fail is None
+        else Failures(
+            at=arguments.fail or (),
+            notice_s=arguments.notice_s or 0.0,
+            mtbf_s=math.inf if arguments.mtbf_s is None else arguments.mtbf_s,
+        ),
     )
     return (at_load(table, fleet, load) if load else table), fleet
 
@@ -568,7 +604,9 @@ def _add_evaluate(commands: Any) -> None:
         "--baseline", metavar="NAME", help="policy that the others are compared with (default the first)"
     )
     parser.add_argument(
-        "--experiment", metavar="NAME", help="run a paper's experiment instead (fleetpilot list experiments)"
+        "--experiment",
+        metavar="NAME",
+        help="run a paper's experiment, or one of ours, instead (fleetpilot list experiments)",
     )
     _add_workload_options(parser, several=True)
     parser.add_argument(

@@ -720,6 +720,43 @@ FLEET_FAULTS = (
         "        if env.returned_head != NIL:\n",
         "        if env.returned_head != NIL and _next_arrival(s, env)[0] > env.time_s:\n",
     ),
+    Fault(
+        "a request begins again once too often",
+        KERNEL,
+        "if slot_at(s, index).restarts > env.max_restarts:",
+        "if slot_at(s, index).restarts > env.max_restarts + 1:",
+    ),
+    # --- notices ---
+    Fault(
+        "a notice is ignored",
+        LIFECYCLE,
+        "    inst.notices += 1\n    if inst.life == STATE_READY:\n        _live(env, inst, STATE_DRAINING, np.inf)\n",
+        "    inst.notices += 1\n",
+    ),
+    Fault(
+        "a notice counts as a decision to drain: the instance leaves once it is empty",
+        LIFECYCLE,
+        "    if inst.life == STATE_DRAINING and inst.notices == 0 and not busy:\n",
+        "    if inst.life == STATE_DRAINING and not busy:\n",
+    ),
+    Fault(
+        "an instance under notice may be kept or started",
+        LIFECYCLE,
+        "return inst.scale_tick != env.scale_tick and inst.notices == 0",
+        "return inst.scale_tick != env.scale_tick",
+    ),
+    Fault(
+        "an instance that becomes ready under notice takes requests",
+        LIFECYCLE,
+        "STATE_READY if inst.notices == 0 else STATE_DRAINING",
+        "STATE_READY",
+    ),
+    Fault(
+        "a notice outlives the failure",
+        LIFECYCLE,
+        "        instance_at(s, g).notices -= 1\n",
+        "",
+    ),
     # --- lifecycle ---
     Fault(
         "billing begins when the instance is ready",
@@ -754,8 +791,8 @@ FLEET_FAULTS = (
     Fault(
         "an instance may be chosen again in the same SCALE tick",
         LIFECYCLE,
-        "    if inst.scale_tick == env.scale_tick:\n        return False\n",
-        "",
+        "return inst.scale_tick != env.scale_tick and inst.notices == 0",
+        "return inst.notices == 0",
     ),
     Fault(
         "a drain that was cancelled keeps its deadline",
@@ -790,8 +827,8 @@ FLEET_FAULTS = (
     Fault(
         "a drained instance keeps its cache",
         LIFECYCLE,
-        "    if inst.life == STATE_DRAINING and not busy:\n        _forget(s, env, g, time_s)\n",
-        "    if inst.life == STATE_DRAINING and not busy:\n",
+        "inst.notices == 0 and not busy:\n        _forget(s, env, g, time_s)\n",
+        "inst.notices == 0 and not busy:\n",
     ),
     Fault(
         "a failed instance keeps the part of its cache that is not in use",

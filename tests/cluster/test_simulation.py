@@ -33,7 +33,7 @@ from fleetpilot.cluster import (
     simulate_stream,
     simulation,
 )
-from fleetpilot.cluster.state import CUT, ENDED, FINISHED, NEED_DECISION, NEVER_ARRIVED
+from fleetpilot.cluster.state import CUT, ENDED, FAILED, FINISHED, NEED_DECISION, NEVER_ARRIVED
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.view import NONE, Decision, FleetView
 from fleetpilot.workloads.table import RequestTable, make_table, split
@@ -475,6 +475,15 @@ def test_a_request_that_cannot_be_served_is_named_with_the_limit(changes: dict[s
         simulate(table, FleetConfig.of(PROFILE.replace(**changes), 2), ROUND_ROBIN)
 
 
+def test_a_fleet_that_fails_faster_than_it_serves_comes_to_an_end() -> None:
+    table = make_table("long", [0.0, 0.0], [8, 8], [500, 500])
+    slow = PROFILE.replace(a_s=1.0, kv_blocks=1000)
+    fleet = FleetConfig.of(slow, 2, failures=Failures(mtbf_s=1.0, repair_s=0.5, max_restarts=30))
+    log = simulate(table, fleet, ROUND_ROBIN)
+    assert set(log.requests["status"]) == {FAILED}
+    assert set(log.requests["restarts"]) == {31}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -524,6 +533,9 @@ def test_a_configuration_out_of_range_is_named(make: Any, message: str) -> None:
         (lambda: Scaling(min_instances=3, max_instances=2), "min_instances = 3: expected a whole number from 1 to 2"),
         (lambda: Scaling(drain_deadline_s=None), "drain_deadline_s = None: expected a number >= 0"),
         (lambda: Failures(mtbf_s=1e-9), "mtbf_s = 1e-09: expected a number >= 1"),
+        (lambda: Failures(max_restarts=-1), "max_restarts = -1: expected a whole number from 0"),
+        (lambda: Failures(notice_s=-1.0), r"notice_s = -1\.0: expected a number from 0 to 1e\+09"),
+        (lambda: Failures(notice_s="soon"), "notice_s = 'soon': expected a number"),
         (lambda: Failures(at=(1.0, 0)), r"at = \(1\.0, 0\): expected a tuple of pairs"),
         (lambda: Failures(at=((1.0, 0.5),)), r"at = \(1\.0, 0\.5\): expected a time >= 0 and an instance"),
         (lambda: FleetConfig.of(PROFILE, 2, rebalancing=0.2), "rebalancing = 0.2: expected a Rebalancing, or None"),

@@ -307,6 +307,15 @@ def test_a_restored_state_goes_on_as_before(mode: AutoresetMode) -> None:
         assert same(first, [other.step(row) for row in actions], slice(None))
 
 
+def test_what_is_no_saved_state_is_refused() -> None:
+    for envs in (FleetEnv(**SMALL), FleetVectorEnv(2, **SMALL)):
+        envs.reset(seed=0)
+        with pytest.raises(TypeError, match="saved = None: expected what save_state returned"):
+            envs.restore_state(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="saved with shape"):
+        FleetVectorEnv(3, **SMALL).restore_state(envs.save_state())
+
+
 def test_observations_are_the_features_of_the_view_and_nothing_else() -> None:
     """What a policy sees is a function of what a dispatcher knows: no way around the view."""
     envs = FleetVectorEnv(4, **SMALL)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fleetpilot.cluster.state import REQUEST_LOG
-from fleetpilot.evaluation.experiments import EXPERIMENTS, load_experiment
+from fleetpilot.evaluation.experiments import PUBLISHED, load_experiment
 from fleetpilot.evaluation.experiments import llumnix_fig10 as fig10
 from fleetpilot.evaluation.experiments import llumnix_fig11 as fig11
 from fleetpilot.evaluation.experiments import llumnix_fig12 as fig12
@@ -21,7 +21,7 @@ from fleetpilot.evaluation.experiments.llumnix_runs import JITTER_SIGMA, THRESHO
 from fleetpilot.evaluation.tables import Table, markdown
 
 SMALL = Size(requests=60, repeats=1)
-SIMULATED = [name for name in EXPERIMENTS if name not in ("llumnix-motivation", "llumnix-fig10")]
+SIMULATED = [name for name in PUBLISHED if name not in ("llumnix-motivation", "llumnix-fig10")]
 
 
 def within(table: Table) -> dict[str, str]:
@@ -43,7 +43,7 @@ def test_each_runs_and_lays_all_its_cells_side_by_side(name: str, tmp_path: Path
 
 
 def test_every_experiment_says_what_it_is() -> None:
-    for name in EXPERIMENTS:
+    for name in PUBLISHED:
         assert re.match(r"Llumnix \(OSDI'24\).*[:,] ", load_experiment(name).__doc__ or ""), name
 
 

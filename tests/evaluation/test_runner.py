@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from fleetpilot.baselines import load_policy
-from fleetpilot.cluster import FleetConfig
+from fleetpilot.cluster import Failures, FleetConfig
 from fleetpilot.evaluation import Scenario, StoredRun, cut, evaluate, run_one, write_report
 from fleetpilot.evaluation.comparison import collect, differences_table, notes, rescored_table, values_table
 from fleetpilot.evaluation.runner import Cell
@@ -164,6 +164,16 @@ def test_another_configuration_is_another_run(changes: dict[str, Any], tmp_path:
     assert one.stem(tmp_path, one.config()) != other.stem(tmp_path, other.config())
 
 
+def test_failures_may_differ_between_segments(tmp_path: Path) -> None:
+    of_segments = (None, Failures(at=((1.0, 0),)), Failures(at=((2.0, 1),)))
+    runs = evaluate([scenario(failures=of_segments)], POLICIES[:2], tmp_path, seeds=(0,), workers=1)
+    stored = [run.summary["config"]["fleet"]["failures"] for run in runs]
+    assert [failures and failures["at"] for failures in stored] == [None] * 2 + [[[1.0, 0]]] * 2 + [[[2.0, 1]]] * 2
+    assert [run.summary["metrics"]["migrations"]["restarts"] > 0 for run in runs] == [False] * 2 + [True] * 4
+    with pytest.raises(ValueError, match="got failures of 1 segments, expected 3"):
+        scenario(failures=(None,))
+
+
 INTERRUPTED = """
     import sys
     from pathlib import Path
@@ -288,6 +298,23 @@ def test_the_goodput_from_the_files_is_that_of_the_runs(finished: tuple[Path, li
         met = sum(run.summary["metrics"]["goodput"]["met"] for run in policy.runs)
         assert policy.pooled["goodput"]["met"] == met
         assert set(policy.pooled["goodput"]["by_class"]) == {"chat", "tight"}
+
+
+def test_columns_of_moves_and_losses_are_there_where_they_tell_something(
+    finished: tuple[Path, list[StoredRun]], tmp_path: Path
+) -> None:
+    (calm,) = collect(finished[1])
+    assert not {"instances", "migrations", "restarts"} & set(values_table(calm).header)
+    failures = Failures(at=((3.0, 0), (9.0, 0)), repair_s=2.0)
+    fleet = FleetConfig((A10, A10), slo_classes=(CHAT, TIGHT), failures=failures)
+    runs = evaluate([scenario(fleet=fleet)], ["round-robin"], tmp_path, seeds=(0, 1), workers=1)
+    (result,) = collect(runs)
+    table = values_table(result)
+    row = dict(zip(table.header, (cell.text for cell in table.rows[0]), strict=True))
+    counts = [run.summary["metrics"]["migrations"]["restarts"] for run in runs]
+    assert 0 < np.mean(counts) == float(row["restarts"])
+    assert 1.5 < float(row["instances"]) < 2
+    assert "migrations" not in row
 
 
 def test_the_best_of_a_column_is_marked(finished: tuple[Path, list[StoredRun]]) -> None:
