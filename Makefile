@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 FOLDERS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
-.PHONY: demo test test-vllm lint bench fuzz clean
+.PHONY: demo test test-vllm lint bench bench-vllm fuzz clean
 
 demo: .venv/installed-eval
 	$(BIN)/fleetpilot demo
@@ -25,6 +25,10 @@ lint: .venv/installed-dev
 
 bench: .venv/installed-dev
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+# They start their own engines, and want a quiet machine.
+bench-vllm: .venv/installed-dev .venv-vllm/installed
+	for script in benchmarks/vllm/[a-z]*.py; do $(BIN)/python $$script || exit 1; done
 
 # Long random campaigns of every property test.
 fuzz: .venv/installed-dev

@@ -14,6 +14,9 @@ from engines import PYTHON, Engine, build_tiny_model
 
 MAX_STARTS = 6
 """A start takes half a minute or more: tests that kill engines are few."""
+BLOCKS = 257
+"""The least for a request of the model's full length, so that an engine is filled soon."""
+MAX_NUM_SEQS = 16
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,9 +46,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared_engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
+def shared_engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, ...]]:
     folder = tmp_path_factory.mktemp("engines")
-    pair = (Engine(tiny_model, folder, core=0), Engine(tiny_model, folder, core=1))
+    pair = tuple(Engine(tiny_model, folder, core=core, blocks=BLOCKS, max_num_seqs=MAX_NUM_SEQS) for core in (0, 1))
     try:
         for engine in pair:
             engine.launch()
@@ -59,7 +62,7 @@ def shared_engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture
-def engines(shared_engines: tuple[Engine, Engine]) -> tuple[Engine, Engine]:
+def engines(shared_engines: tuple[Engine, ...]) -> tuple[Engine, ...]:
     """Two engines that run, without requests and with empty prefix caches; a test may kill either."""
     for engine in shared_engines:
         if not engine.alive:

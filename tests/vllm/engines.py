@@ -149,6 +149,16 @@ class Engine:
         except (OSError, http.client.HTTPException):
             return False
 
+    def signal(self, number: int) -> None:
+        """Sends a signal to all its processes."""
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to the server, as an operator would, and does not wait."""
+        assert self._process is not None
+        self._process.terminate()
+
     def kill(self) -> None:
         """Ends all its processes with SIGKILL, as a crash would."""
         if self._process is None:
@@ -161,7 +171,7 @@ class Engine:
     def stop(self) -> None:
         """Ends it with SIGTERM, and what is left after `STOP_LIMIT_S` with SIGKILL."""
         if self._process is not None and self.alive:
-            self._process.terminate()
+            self.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_LIMIT_S)
         self.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,8 +57,8 @@ def eight_requests() -> list[tuple[str, dict[str, Any]]]:
     return requests
 
 
-async def streams_survive(engines: Engines, number: int, survivor: int) -> None:
-    """Eight streams on the other engine when all its processes get this signal: clients see nothing of it."""
+async def streams_survive(engines: Engines, survivor: int, end: Callable[[], None]) -> None:
+    """Eight streams are on the other engine when it ends: their clients see nothing of it."""
     requests = eight_requests()
     victim = 1 - survivor
     async with serving(engines, Steered(victim)) as (dispatcher, client):
@@ -69,7 +70,7 @@ async def streams_survive(engines: Engines, number: int, survivor: int) -> None:
         relays = [await relay_of(dispatcher, name) for name in names]
         await until(lambda: all(relay.tokens >= 8 for relay in relays))
         assert not any(task.done() for task in tasks)
-        engines[victim].signal(number)
+        end()
         answers = await asyncio.gather(*tasks)
         assert [relay.slot for relay in relays] == [survivor] * 8
         assert dispatcher.counts["failovers"] == 8
@@ -87,8 +88,7 @@ async def lost(dispatcher: Dispatcher, slot: int) -> None:
 
 def test_streams_survive_a_killed_engine_and_nothing_moves_to_a_dead_one(engines: Engines) -> None:
     async def test() -> None:
-        await streams_survive(engines, signal.SIGKILL, survivor=1)
-        engines[0].kill()
+        await streams_survive(engines, 1, engines[0].kill)
         dead, alive = engines
         body = a_body(prompt=token_ids(random.Random(5), 600), max_tokens=120)
         async with serving(engines, Steered(1)) as (dispatcher, client):
@@ -135,7 +135,7 @@ def test_a_source_killed_during_a_copy(engines: Engines, monkeypatch: pytest.Mon
             await lost(dispatcher, 0)
             assert_same(ours, await direct_stream(destination, body))
             await settled(destination)
-            source.start()  # the dispatcher takes it back by itself
+            await asyncio.to_thread(source.start)  # the dispatcher takes it back by itself
             await until(lambda: dispatcher.fleet.engines[0].state == EngineState.READY)
             before = (await metrics(source))["vllm:generation_tokens_total", ""]
             again: Stream = await stream(client, body)
@@ -149,6 +149,6 @@ def test_streams_survive_an_engine_that_is_shut_down(engines: Engines) -> None:
     """vLLM ends all its streams with `finish_reason` "abort" then."""
 
     async def test() -> None:
-        await streams_survive(engines, signal.SIGTERM, survivor=1)
+        await streams_survive(engines, 1, engines[0].terminate)
 
     run(test)
