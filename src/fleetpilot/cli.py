@@ -164,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_simulate(commands)
     _add_evaluate(commands)
     _add_trace(commands)
+    _add_calibrate(commands)
     return parser
 
 
@@ -732,6 +733,69 @@ def _fetch(arguments: argparse.Namespace) -> int:
     source = SOURCES[_known("trace", arguments.name, SOURCES)]
     path = fetch(arguments.name, arguments.out, arguments.url)
     print(f"{path}\n{source.attribution}; {source.licence}")
+    return 0
+
+
+# --- calibrate ---------------------------------------------------------------------------------------------------
+
+
+def _add_calibrate(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "calibrate",
+        _calibrate,
+        "measure live vLLM engines for some minutes and write their hardware profile",
+        "Engines that share cores or a host are measured while all are loaded: give all their URLs. Points are kept\n"
+        "beside the profile, so that the same command goes on after Ctrl-C.\n\nexample:\n"
+        "  fleetpilot calibrate http://127.0.0.1:8001 http://127.0.0.1:8002 -o mine.toml --max-num-seqs 256\n",
+    )
+    parser.add_argument("urls", metavar="URL", nargs="+", help="engines; with two the link between them is measured")
+    parser.add_argument("-o", "--out", metavar="FILE", type=Path, required=True, help="the profile, ends in .toml")
+    count = _whole(1, 2**31 - 1)
+    group = parser.add_argument_group("what stock vLLM does not say (measured where possible if not given)")
+    group.add_argument("--max-num-seqs", metavar="N", type=count)
+    group.add_argument("--max-num-batched-tokens", metavar="N", type=count)
+    group.add_argument("--kv-bytes-per-token", metavar="N", type=count)
+    group.add_argument("--hardware", metavar="TEXT", default="not stated", help="what the engines run on")
+    parser.add_argument("--start-command", metavar="COMMAND", default="", help="starts the first engine, and is timed")
+    parser.add_argument(
+        "--limit-s", metavar="S", type=_seconds(1.0), default=270.0, help="for the points (default 270)"
+    )
+    parser.add_argument(
+        "--max-error",
+        metavar="X",
+        type=_share,
+        default=0.15,
+        help="median relative error on points held out at which the fit is refused (default 0.15)",
+    )
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the engines' API key")
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from fleetpilot.calibration.calibrate import CalibrationError, Request, calibrate, calibration_text
+    from fleetpilot.calibration.facts import Given
+    from fleetpilot.evaluation.runner import stderr_line
+
+    if arguments.out.suffix != ".toml":
+        raise ValueError(f"--out {str(arguments.out)!r}: expected a name that ends in .toml")
+    request = Request(
+        urls=tuple(arguments.urls),
+        out=arguments.out,
+        given=Given(arguments.max_num_seqs, arguments.max_num_batched_tokens, arguments.kv_bytes_per_token),
+        hardware=arguments.hardware,
+        start_command=arguments.start_command,
+        api_key=os.environ.get(arguments.api_key_env or "", ""),
+        limit_s=arguments.limit_s,
+        max_error=arguments.max_error,
+    )
+    try:
+        found = calibrate(request, stderr_line)
+    except CalibrationError as error:
+        return _say(f"error: {error}", BAD_INPUT)
+    except KeyboardInterrupt:
+        return _say(f"interrupted; points are kept in {request.points_path}, the same command goes on", INTERRUPTED)
+    stderr_line("")
+    print(calibration_text(found))
     return 0
 
 

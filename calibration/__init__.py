@@ -1,0 +1,31 @@
+"""The simulator against real engines: `calibrate` measures a live engine and writes its profile, `validate` replays a
+trace on engines and in the simulator and compares the two.
+
+What each name needs is imported when it is used.
+"""
+
+if not __name__.startswith("fleetpilot."):
+    raise ImportError("import fleetpilot.calibration, not calibration")
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleetpilot.calibration.calibrate import Calibration, CalibrationError, calibrate
+    from fleetpilot.calibration.validate import Validation, validate
+
+_HOME = {
+    "Calibration": "calibrate",
+    "CalibrationError": "calibrate",
+    "Validation": "validate",
+    "calibrate": "calibrate",
+    "validate": "validate",
+}
+
+__all__ = ["Calibration", "CalibrationError", "Validation", "calibrate", "validate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
