@@ -1,6 +1,6 @@
-"""The simulator against real engines: `calibrate` measures a live engine and writes its profile, `validate` replays a
-trace on engines and in the simulator and compares the two.
+"""The simulator against real engines.
 
+`calibrate` measures live engines and writes their profile, `validate` replays a trace on engines and in the simulator.
 What each name needs is imported when it is used.
 """
 

@@ -243,14 +243,8 @@ class _Run:
         fitted = fit(measurements)
         self._refuse_bad(fitted)
         link, not_measured = self._link(facts, fitted)
-        if link is not None:
-            moved = {"kv_bytes_per_token": round(link.kv_bytes_per_token)}
-            counted = {"kv_bytes_per_token": "counted by the engines while they copied"}
-            given = self._request.given.kv_bytes_per_token is not None
-            facts = [
-                fact if given else dataclasses.replace(fact, **moved, sources={**fact.sources, **counted})
-                for fact in facts
-            ]
+        if link is not None and self._request.given.kv_bytes_per_token is None:
+            facts = [_with_counted_bytes(fact, round(link.kv_bytes_per_token)) for fact in facts]
         start_up = self._points.of(kind="start_up")
         if not start_up:
             not_measured.append("start-up time (give --start-command)")
@@ -286,8 +280,9 @@ class _Run:
         limit = self._request.max_error
         if errors.median > limit or errors.p90 > P90_FACTOR * limit:
             raise CalibrationError(
-                f"the fit is bad: on points held out it is {errors.median:.0%} off in the median (P90 {errors.p90:.0%}; "
-                f"the worst, {errors.worst:.0%}, is a {errors.worst_of}), expected at most {limit:.0%} (P90 "
+                f"the fit is bad: on points held out it is {errors.median:.0%} off in the median (P90 "
+                f"{errors.p90:.0%}; the worst, {errors.worst:.0%}, is a {errors.worst_of}), expected at most "
+                f"{limit:.0%} (P90 "
                 f"{P90_FACTOR * limit:.0%}); load average {os.getloadavg()[0]:.1f}, spread of repeats "
                 f"{self._spread():.0%}. On a quiet machine the same command adds repeats; remove {self._points.path} "
                 "to start anew"
@@ -333,6 +328,11 @@ class _Run:
         )
         self._request.record_path.write_text(to_json(_record(found)) + "\n", encoding="utf-8")
         return found
+
+
+def _with_counted_bytes(facts: Facts, kv_bytes_per_token: int) -> Facts:
+    sources = {**facts.sources, "kv_bytes_per_token": "counted by the engines while they copied"}
+    return dataclasses.replace(facts, kv_bytes_per_token=kv_bytes_per_token, sources=sources)
 
 
 async def _measure(engine: LiveEngine, point: Point) -> dict[str, Any]:

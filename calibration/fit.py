@@ -100,7 +100,7 @@ def fit(measurements: Sequence[Measurement]) -> Fit:
             raise ValueError(f"{measurement.label}: time_s = {measurement.time_s!r}: expected a time > 0")
     largest = max(float((m.iterations[:, 0] + m.iterations[:, 2]).max()) for m in used)
     knees = [0.0, *(2.0**exponent for exponent in np.arange(0, np.log2(largest) + 0.01, 0.5))]
-    loss, knee, theta = min((_at_knee(used, knee) for knee in knees), key=lambda found: found[0])
+    _, knee, theta = min((_at_knee(used, knee) for knee in knees), key=lambda found: found[0])
     cost = dict(zip(_TERMS[:-1], map(float, theta[:-1]), strict=True))
     cost["w_s"] = cost["b_s"] * knee
     unrated = Fit(cost, float(theta[-1]), *[_NO_ERRORS] * 2)

@@ -78,9 +78,11 @@ class TokenStream:
             self.call.cancel()
 
     def on_start(self, status: int, headers: Headers) -> None:
+        """See `Receiver`."""
         self._status = status
 
     def on_data(self, data: bytes) -> None:
+        """See `Receiver`."""
         now_s = time.perf_counter()
         if self._status != 200:
             self._refusal += data
@@ -91,6 +93,7 @@ class TokenStream:
         self._wake()
 
     def on_end(self) -> None:
+        """See `Receiver`."""
         self._ended = True
         if self._status != 200:
             refusal = self._refusal[:300].decode(errors="replace")
@@ -98,6 +101,7 @@ class TokenStream:
         self._wake()
 
     def on_error(self, error: CallError) -> None:
+        """See `Receiver`."""
         self._error = MeasureError(str(error))
         self._wake()
 
@@ -208,7 +212,8 @@ class LiveEngine:
         while (metrics := await self.metrics()).running or metrics.waiting:
             if time.monotonic() > deadline_s:
                 raise MeasureError(
-                    f"{self.url}: {metrics.running:.0f} requests run and {metrics.waiting:.0f} wait; expected an engine "
+                    f"{self.url}: {metrics.running:.0f} requests run and {metrics.waiting:.0f} wait; expected an "
+                    "engine "
                     "that serves nobody else"
                 )
             await asyncio.sleep(0.02)

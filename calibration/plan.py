@@ -1,4 +1,4 @@
-"""What a calibration measures: which prompts, batches and contexts, in which order, and which of them only test the fit."""
+"""What a calibration measures: which prompts, batches and contexts, in which order, and which only test the fit."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ class PointsFile:
                 raise ValueError(f"{self.path}, line {number}: expected JSON") from None
             if number == 1 and value != self._head:
                 raise ValueError(
-                    f"{self.path}: points of other engines ({value.get('engines')!r}), expected {self._head['engines']!r}; "
-                    "remove the file, or choose another output"
+                    f"{self.path}: points of other engines ({value.get('engines')!r}), expected "
+                    f"{self._head['engines']!r}; remove the file, or choose another output"
                 )
             if number > 1:
                 self._points.append(value)

@@ -165,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_evaluate(commands)
     _add_trace(commands)
     _add_calibrate(commands)
+    _add_validate(commands)
     return parser
 
 
@@ -796,6 +797,74 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         return _say(f"interrupted; points are kept in {request.points_path}, the same command goes on", INTERRUPTED)
     stderr_line("")
     print(calibration_text(found))
+    return 0
+
+
+# --- validate ----------------------------------------------------------------------------------------------------
+
+
+def _add_validate(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "validate",
+        _validate,
+        "replay a trace on live engines and in the simulator, and compare the two",
+        "The engines must serve nobody else meanwhile.\n\nexample:\n"
+        "  fleetpilot validate --trace 'gamma?rate=2&n=200' --engines http://127.0.0.1:8001 http://127.0.0.1:8002 \\\n"
+        "    --profile mine.toml --policies round-robin,join-shortest-queue -o runs/validation\n",
+    )
+    parser.add_argument("--trace", metavar="NAME", required=True, help="a trace file, or a workload's name")
+    parser.add_argument("--engines", metavar="URL", nargs="+", required=True)
+    parser.add_argument(
+        "--profile",
+        metavar="P[,P...]",
+        type=lambda text: text.split(","),
+        required=True,
+        help="as calibrate wrote it, one for all engines or one each",
+    )
+    parser.add_argument(
+        "--policies",
+        metavar="NAME,...",
+        type=_names("round-robin,llumnix"),
+        default=["round-robin", "join-shortest-queue", "least-kv-usage", "freeness"],
+        help="policies (default round-robin,join-shortest-queue,least-kv-usage,freeness)",
+    )
+    parser.add_argument("--repeats", metavar="N", type=_whole(1, 100), default=3, help="of every policy (default 3)")
+    parser.add_argument("--seed", metavar="N", type=_whole(0, 2**31 - 1), default=0, help="of prompts and tie breaks")
+    parser.add_argument("--slo", metavar="NAME", default="chat", help="that goodput is measured by (default chat)")
+    parser.add_argument("--poll-interval-s", metavar="S", type=_seconds(0.01), default=0.1, help="default 0.1")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the engines' API key")
+    parser.add_argument(
+        "-o", "--out", metavar="FOLDER", type=Path, default=Path("runs/validation"), help="default runs/validation"
+    )
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from fleetpilot.calibration.report import verdict, write_validation
+    from fleetpilot.calibration.validate import Setup, ValidationError, validate
+    from fleetpilot.dispatcher.config import ServeConfig
+    from fleetpilot.evaluation.runner import stderr_line
+    from fleetpilot.fleet.slo import SLO_CLASSES
+
+    setup = Setup(
+        table=_table(arguments.trace),
+        urls=tuple(arguments.engines),
+        profiles=tuple(arguments.profile),
+        policies=tuple(_policy(name) for name in arguments.policies),
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        slo=SLO_CLASSES[_known("SLO class", arguments.slo, SLO_CLASSES)],
+        api_key=os.environ.get(arguments.api_key_env or "", ""),
+        dispatcher=ServeConfig(poll_interval_s=arguments.poll_interval_s),
+    )
+    try:
+        found = validate(setup, stderr_line)
+    except ValidationError as error:
+        return _say(f"error: {error}", BAD_INPUT)
+    stderr_line("")
+    report = write_validation(found, arguments.out, "fleetpilot " + shlex.join(sys.argv[1:]))
+    print(verdict(found))
+    print(report)
     return 0
 
 
