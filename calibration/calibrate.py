@@ -35,7 +35,7 @@ LIMIT_S = 270.0
 """Measuring ends then; with facts, link and start of the command it stays within five minutes."""
 MAX_ERROR = 0.15
 """Median relative error on the points held out, at which a fit is refused; P90 may be `P90_FACTOR` times it."""
-P90_FACTOR = 3.0
+P90_FACTOR = 2.0
 
 Progress = Callable[[str], None]
 

@@ -162,23 +162,29 @@ async def _measure_max_num_seqs(engine: LiveEngine, longest: int) -> tuple[int, 
 
 
 async def _measure_budget(engine: LiveEngine, longest: int) -> tuple[int, str]:
-    """A long prompt beside a request that decodes: every chunk of it shows as a long gap between two tokens."""
+    """A long prompt beside a request that decodes, which gets a token in every iteration: as many as chunks."""
     random = np.random.default_rng()
-    # The share keeps multiples of powers of two away: a request that decodes takes a token of the budget.
+    # The share keeps multiples of powers of two away: the request that decodes takes a token of the budget.
     tokens = int(0.93 * min(LONGEST_PROMPT, longest - 2))
-    companion = engine.start(random_prompt(random, 8), min(longest - 16, 512))
+    companion = engine.start(random_prompt(random, 8), min(longest - 16, 1024))
     try:
-        await companion.reached(24)
-        steps_s = np.diff(companion.times_s[8:])
-        stream = engine.start(random_prompt(random, tokens), 1)
-        await stream.reached(1)
-        await companion.reached(len(companion.times_s) + 1)
+        await companion.reached(4)
+        passed = [
+            float(np.median([await _iterations(engine, companion, random_prompt(random, n)) for _ in range(3)]))
+            for n in (1, tokens)
+        ]
     finally:
         companion.cancel()
-    times = np.asarray(companion.times_s)
-    gaps_s = np.diff(times)[(times[1:] > stream.sent_s) & (times[:-1] < stream.times_s[0])]
-    chunks = max(1, int((gaps_s > max(2 * np.median(steps_s), gaps_s.max() / 4)).sum()))
+    chunks = max(1, round(passed[1] - passed[0]) + 1)
     if chunks == 1:
         return tokens, f"at least so many: {tokens} tokens were computed in one iteration"
     budget = 1 << int(np.ceil(np.log2(tokens / chunks)))
     return budget, f"measured: {tokens} tokens took {chunks} iterations, and a power of two was assumed"
+
+
+async def _iterations(engine: LiveEngine, companion: TokenStream, prompt: list[int]) -> int:
+    """Tokens that the companion gets from the sending of a prompt to its first token."""
+    before = len(companion.times_s)
+    stream = engine.start(prompt, 1)
+    await stream.reached(1)
+    return sum(1 for time_s in companion.times_s[before:] if time_s <= stream.times_s[0])

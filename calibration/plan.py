@@ -19,8 +19,10 @@ _FILLED = 0.8
 _PROMPTS_HELD_OUT = (96, 384, 1536, 3072, 6144)
 _CONTEXTS = (64, 512, 2048)
 _BATCHES_HELD_OUT = ((3, 256), (6, 1024), (12, 256), (24, 128))
-_MIXED = ((4, 256, 256), (4, 256, 768), (8, 128, 512), (2, 512, 1024))
-_MIXED_HELD_OUT = ((6, 192, 384),)
+_MIXED = ((4, 256, 0.25), (4, 256, 0.9), (8, 128, 0.5), (2, 512, 0.7))
+_MIXED_HELD_OUT = ((6, 192, 0.4),)
+"""Batch, context, and the prompt's share of an iteration's budget."""
+_LONGEST_MIXED = 1024
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,16 @@ def _decodes(limits: Limits) -> list[Point]:
 
 
 def _mixed(limits: Limits) -> list[Point]:
-    points = [Point("mixed", n, batch, context) for batch, context, n in _MIXED]
-    points += [Point("mixed", n, batch, context, True) for batch, context, n in _MIXED_HELD_OUT]
+    most = min(limits.max_num_batched_tokens, _LONGEST_MIXED, limits.longest_prompt)
+    points = [
+        Point("mixed", int(share * most), batch, context, held_out)
+        for shares, held_out in ((_MIXED, False), (_MIXED_HELD_OUT, True))
+        for batch, context, share in shares
+    ]
     return [
         point
         for point in points
-        if point.prompt_tokens + point.batch <= limits.max_num_batched_tokens
+        if 0 < point.prompt_tokens <= limits.max_num_batched_tokens - point.batch
+        and point.batch < limits.max_num_seqs
         and limits.fit_decodes(point.batch, point.context_tokens + point.prompt_tokens // point.batch)
-        and point.prompt_tokens <= limits.longest_prompt
     ]

@@ -826,8 +826,8 @@ def _add_validate(commands: Any) -> None:
         "--policies",
         metavar="NAME,...",
         type=_names("round-robin,llumnix"),
-        default=["round-robin", "join-shortest-queue", "least-kv-usage", "freeness"],
-        help="policies (default round-robin,join-shortest-queue,least-kv-usage,freeness)",
+        default=["round-robin", "join-shortest-queue", "least-kv", "freeness"],
+        help="policies (default round-robin,join-shortest-queue,least-kv,freeness)",
     )
     parser.add_argument("--repeats", metavar="N", type=_whole(1, 100), default=3, help="of every policy (default 3)")
     parser.add_argument("--seed", metavar="N", type=_whole(0, 2**31 - 1), default=0, help="of prompts and tie breaks")
