@@ -4,13 +4,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 FOLDERS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
-.PHONY: demo test lint bench fuzz clean
+.PHONY: demo test test-vllm lint bench fuzz clean
 
 demo: .venv/installed-eval
 	$(BIN)/fleetpilot demo
 
 test: .venv/installed-dev
 	$(BIN)/pytest
+
+# The dispatcher in front of real vLLM: an environment of 3.7 GB, and two engines on two cores.
+test-vllm: .venv/installed-dev .venv-vllm/installed
+	$(BIN)/pytest -m vllm tests/vllm
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check
@@ -31,6 +35,11 @@ fuzz: .venv/installed-dev
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	touch $@
 
+.venv-vllm/installed: constraints-vllm.txt tools/install_vllm.py
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python tools/install_vllm.py
+	touch $@
+
 clean:
 	rm -rf build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +

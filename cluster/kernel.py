@@ -30,7 +30,7 @@ from fleetpilot.cluster.memory import (
     view_fleet_at,
     view_instance_at,
 )
-from fleetpilot.cluster.requests import count_unstarted, fail_request, free_slot, log_request
+from fleetpilot.cluster.requests import count_unstarted, fail_request, free_slot, log_request, take_slot
 from fleetpilot.cluster.scheduler import all_preempted, decoding, enqueue, join_decodes, leave_decodes, move, schedule
 from fleetpilot.cluster.state import (
     CUT,
@@ -80,7 +80,7 @@ def _jitter(env: Any, engine: Any, g: int, iteration: int) -> float:
 
 
 @inlined
-def _start(s: Any, env: Any, g: int, time_s: float) -> None:
+def start_iteration(s: Any, env: Any, g: int, time_s: float) -> None:
     """Form the next iteration at a boundary, and plan how far it leaps."""
     inst = instance_at(s, g)
     engine = engine_at(s, g)
@@ -237,9 +237,9 @@ def _finish_due(s: Any, e: int, g: int, time_s: float) -> None:
         env_at(s, e).next_hold_s = time_s
 
 
-@kernel
-def boundary(s: Any, e: int, g: int, time_s: float) -> None:
-    """An iteration, or a leap of them, ends: account for it, let requests leave, form the next."""
+@inlined
+def end_iteration(s: Any, e: int, g: int, time_s: float) -> None:
+    """An iteration, or a leap of them, ends: account for it, let requests leave."""
     env = env_at(s, e)
     inst = instance_at(s, g)
     engine = engine_at(s, g)
@@ -250,11 +250,19 @@ def boundary(s: Any, e: int, g: int, time_s: float) -> None:
             _end_prefill(s, env, g, time_s)
         if inst.first_finish_step <= inst.steps_done:
             _finish_due(s, e, g, time_s)
+
+
+@kernel
+def boundary(s: Any, e: int, g: int, time_s: float) -> None:
+    """An iteration, or a leap of them, ends, and the next is formed."""
+    env = env_at(s, e)
+    inst = instance_at(s, g)
+    end_iteration(s, e, g, time_s)
     if inst.stopping != 0:
         migration.at_boundary(s, env, g, time_s)
         lifecycle.leave_if_drained(s, env, migration_at(s, g).destination, time_s)
         env.next_event_s = min(env.next_event_s, migration_at(s, g).end_s)
-    _start(s, env, g, time_s)
+    start_iteration(s, env, g, time_s)
     if inst.life == STATE_DRAINING:
         lifecycle.leave_if_drained(s, env, g, time_s)
 
@@ -316,7 +324,7 @@ def _next_arrival(s: Any, env: Any) -> tuple[float, int]:
 
 
 @inlined
-def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
+def arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     """Give the request a slot; it now waits for a decision."""
     env = env_at(s, e)
     if row_index == env.cursor:
@@ -324,13 +332,8 @@ def _arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     else:
         env.released = heap.pop(released_heap(s, env.released0 + env.released), env.released0, env.released)
     row = row_at(s, env.row0 + row_index)
-    index = env.free_slot
-    if index == NIL:
-        index = env.slot0 + env.used_slots
-        env.used_slots += 1
-        slot_at(s, index).next = NIL
+    index = take_slot(s, env)
     slot = slot_at(s, index)
-    env.free_slot = slot.next
     env.active += 1
     count_unstarted(env, 1, time_s)
     slot.row = env.row_base + row_index
@@ -499,7 +502,7 @@ def advance(s: Any, e: int) -> int:
         if arrival_s <= until_s and row != NIL:
             if env.free_slot == NIL and env.used_slots == env.slots:
                 return NEED_SLOTS
-            if _ask_for_dispatch(s, e, _arrive(s, e, row, arrival_s), 0, arrival_s):
+            if _ask_for_dispatch(s, e, arrive(s, e, row, arrival_s), 0, arrival_s):
                 return NEED_DECISION
             continue
         if hold_s <= until_s and env.held > 0:
@@ -649,20 +652,12 @@ def _apply_to_fleet(s: Any, e: int, g: int) -> None:
 
 @inlined
 def _dispatch(s: Any, env: Any, index: int, g: int) -> None:
-    """The request joins the instance's waiting queue now."""
+    """The request goes to the instance now."""
     inst = instance_at(s, g)
-    engine = engine_at(s, g)
     view = view_instance_at(s, g)
     slot = slot_at(s, index)
-    time_s = env.time_s
-    slot.dispatch_s = time_s
-    slot.instance = g
-    env.held_s += time_s - slot.due_s
-    inst.dispatched += 1
+    env.held_s += env.time_s - slot.due_s
     slot.indexed_match_tokens = view.matched_tokens
-    prompt_tokens = slot.prompt_tokens + slot.restart_tokens
-    ledger.on_dispatch(view, prompt_tokens, slot.predicted_output_tokens, view.matched_tokens, slot.priority)
-    enter_unstarted(s, inst, view, index)
     sequence = slot.own_node if slot.own_node >= 0 else slot.prefix_node
     if sequence >= 0:
         prefix_index.insert(
@@ -673,8 +668,26 @@ def _dispatch(s: Any, env: Any, index: int, g: int) -> None:
             node_array(s, inst.node0 + env.nodes),
             inst.node0,
             sequence,
-            engine.index_tokens,
+            engine_at(s, g).index_tokens,
         )
+    join_queue(s, env, index, g)
+
+
+@inlined
+def join_queue(s: Any, env: Any, index: int, g: int) -> None:
+    """The request joins the instance's waiting queue now."""
+    inst = instance_at(s, g)
+    engine = engine_at(s, g)
+    view = view_instance_at(s, g)
+    slot = slot_at(s, index)
+    time_s = env.time_s
+    slot.dispatch_s = time_s
+    slot.instance = g
+    inst.dispatched += 1
+    prompt_tokens = slot.prompt_tokens + slot.restart_tokens
+    matched_tokens = slot.indexed_match_tokens
+    ledger.on_dispatch(view, prompt_tokens, slot.predicted_output_tokens, matched_tokens, slot.priority)
+    enter_unstarted(s, inst, view, index)
     enqueue(s, inst, engine, index, False)
     if inst.doing == IDLE:
         next_at(s, g).time_s = time_s

@@ -170,7 +170,7 @@ def _forget(s: Any, env: Any, g: int, time_s: float) -> None:
 
 
 @kernel
-def _send_back(s: Any, env: Any, index: int) -> None:
+def send_back(s: Any, env: Any, index: int) -> None:
     """A request loses its instance and waits to be asked for again."""
     slot = slot_at(s, index)
     inst, view = instance_at(s, slot.instance), view_instance_at(s, slot.instance)
@@ -208,6 +208,16 @@ def _send_back(s: Any, env: Any, index: int) -> None:
 
 
 @kernel
+def fail_returned(s: Any, env: Any, g: int, time_s: float) -> None:
+    """The requests that come back from the instance end without their answers."""
+    while env.returned_head != NIL:
+        index = env.returned_head
+        env.returned_head = slot_at(s, index).next
+        slot_at(s, index).instance = g
+        fail_request(s, env, index, time_s)
+
+
+@kernel
 def _clear(s: Any, env: Any, g: int, time_s: float) -> None:
     """All requests of the instance go back to the dispatcher, and its migrations end."""
     inst, engine = instance_at(s, g), engine_at(s, g)
@@ -232,18 +242,18 @@ def _clear(s: Any, env: Any, g: int, time_s: float) -> None:
             if slot.sat_out == 0:
                 slot.joined_s = max(slot.joined_s, inst.last_decode_s)
             leave_decodes(s, inst, engine, slot)
-        _send_back(s, env, entry.slot)
+        send_back(s, env, entry.slot)
     if stopped != NIL:
-        _send_back(s, env, stopped)
+        send_back(s, env, stopped)
     index = inst.incoming
     while index != NIL:
         following = slot_at(s, index).next
-        _send_back(s, env, index)
+        send_back(s, env, index)
         index = following
     index = inst.head
     while index != NIL:
         following = slot_at(s, index).next
-        _send_back(s, env, index)
+        send_back(s, env, index)
         index = following
     _forget(s, env, g, time_s)
 
@@ -256,11 +266,8 @@ def _fail(s: Any, env: Any, g: int, time_s: float) -> None:
         _clear(s, env, g, time_s)
         _stop_billing(inst, time_s)
         _live(env, inst, STATE_FAILED, time_s + env.repair_s)
-        while env.restart == 0 and env.returned_head != NIL:
-            index = env.returned_head
-            env.returned_head = slot_at(s, index).next
-            slot_at(s, index).instance = g
-            fail_request(s, env, index, time_s)
+        if env.restart == 0:
+            fail_returned(s, env, g, time_s)
 
 
 @kernel

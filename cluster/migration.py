@@ -212,17 +212,25 @@ def _computed(inst: Any, slot: Any) -> int:
 
 
 @kernel
-def _move_waiting(s: Any, env: Any, g: int, destination: int, index: int) -> None:
-    """A waiting request leaves the queue and joins the destination's."""
-    inst, other = instance_at(s, g), instance_at(s, destination)
-    slot = slot_at(s, index)
+def leave_queue(s: Any, g: int, index: int) -> None:
+    """A waiting request leaves the queue, and what the instance has kept for it is free."""
+    inst, slot = instance_at(s, g), slot_at(s, index)
     dequeue(s, inst, engine_at(s, g), index)
     if slot.resident_blocks > 0:
         prefix_cache.remove_extent(s, inst, -2 - index)
         inst.free_blocks += slot.resident_blocks
         slot.resident_blocks = 0
+    if not np.isnan(slot.preempted_s):
+        inst.preempted_waiting -= 1
+
+
+@kernel
+def _move_waiting(s: Any, env: Any, g: int, destination: int, index: int) -> None:
+    """A waiting request leaves the queue and joins the destination's."""
+    other = instance_at(s, destination)
+    slot = slot_at(s, index)
+    leave_queue(s, g, index)
     waits_again = 0 if np.isnan(slot.preempted_s) else 1
-    inst.preempted_waiting -= waits_again
     other.preempted_waiting += waits_again
     move_in_ledger(s, env, index, destination)
     enqueue(s, other, engine_at(s, destination), index, False)

@@ -51,6 +51,18 @@ def log_request(s: Any, env: Any, index: int, status: int, end_s: float) -> None
 
 
 @inlined
+def take_slot(s: Any, env: Any) -> int:
+    """A free slot; the caller made sure that there is one."""
+    index = env.free_slot
+    if index == NIL:
+        index = env.slot0 + env.used_slots
+        env.used_slots += 1
+        slot_at(s, index).next = NIL
+    env.free_slot = slot_at(s, index).next
+    return index  # type: ignore[no-any-return]
+
+
+@inlined
 def free_slot(s: Any, env: Any, index: int) -> None:
     """The request has left the system."""
     slot = slot_at(s, index)

@@ -32,8 +32,9 @@ from fleetpilot.cluster.state import (
     State,
     allocate,
     as_records,
+    grown,
 )
-from fleetpilot.fleet.jit import UNCOMPILED, kernel_array
+from fleetpilot.fleet.jit import UNCOMPILED
 from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of
 from fleetpilot.fleet.view import FleetView
 from fleetpilot.workloads.table import RequestTable
@@ -308,9 +309,9 @@ class _Run:
         """Twice as many requests may be in the system at a time."""
         old = self.size.slots
         self.size = Capacity(**{**vars(self.size), "slots": 2 * old, "log": max(self.size.log, 4 * old)})
-        slots = _grown(self.state.slot, len(self.state.slot) + old)
+        slots = grown(self.state.slot, len(self.state.slot) + old)
         slots["row"][len(self.state.slot) :] = NIL
-        log = _grown(self.state.log, max(len(self.state.log), self.size.log))
+        log = grown(self.state.log, max(len(self.state.log), self.size.log))
         self.state.counts["log_size"] = len(log)
         self._use(self.state._replace(slot=slots, log=log))
         self.state.env["slots"] = self.size.slots
@@ -365,13 +366,6 @@ class _Run:
                 "stop_s": self.stop_s,
             },
         )
-
-
-def _grown(records: NDArray[np.void], length: int) -> NDArray[np.void]:
-    """A longer array that begins with these records, to the byte."""
-    grown = kernel_array(length, records.dtype)
-    grown.view(np.uint8)[: records.nbytes] = records.view(np.uint8)
-    return grown
 
 
 def itl_edges_s() -> NDArray[np.float64]:

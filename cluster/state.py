@@ -621,6 +621,13 @@ def restore_state(state: State, saved: State) -> None:
         array[...] = source
 
 
+def grown(records: NDArray[np.void], length: int) -> NDArray[np.void]:
+    """A longer array that begins with these records, to the byte."""
+    grown = kernel_array(length, records.dtype)
+    grown.view(np.uint8)[: records.nbytes] = records.view(np.uint8)
+    return grown
+
+
 def as_records(state: State) -> State:
     """The same memory with attribute access to fields in plain Python (for running the kernels uncompiled)."""
     views: list[Any] = [a.view(np.recarray) if a.dtype.names else a for a in state]

@@ -82,6 +82,7 @@ class Answer:
         fixed: why it cannot be continued elsewhere after all; empty if it can.
         seams: how often it went on at another engine.
         reached_end: its last token came; what remains is the usage, if asked for.
+        stopped: a stop string ended it, of which the engine does not know.
         fingerprint: of the engines, which the last chunk carries.
     """
 
@@ -92,6 +93,7 @@ class Answer:
         self.fixed = request.fixed
         self.seams = 0
         self.reached_end = False
+        self.stopped = False
         self.fingerprint: str | None = None
         self._chat = request.route == CHAT
         self._shows_ids = bool(request.fields.get("return_token_ids"))
@@ -161,6 +163,7 @@ class Answer:
             chunk["system_fingerprint"] = self.fingerprint
         yield event(orjson.dumps(chunk))
         if stop is not None:
+            self.stopped = True
             yield from self.conclude()
 
     def conclude(self) -> Iterator[bytes]:

@@ -23,6 +23,8 @@ class ServeConfig:
 
     Attributes:
         engines: base URLs of vLLM servers.
+        engines_file: a file of such URLs, one per line, read every second: new ones join, missing ones drain and leave.
+        emulate: instead of engines, so many emulated ones of `profile`; needs no vLLM and no GPU.
         policy: a baseline's name, with parameters behind a ``?``.
         fallback: the baseline that decides where the policy cannot.
         profile: of the engines, by name or TOML file: the constants that policies read.
@@ -53,6 +55,8 @@ class ServeConfig:
     """
 
     engines: tuple[str, ...] = ()
+    engines_file: str = ""
+    emulate: int = 0
     policy: str = "llumnix"
     fallback: str = "join-shortest-queue"
     profile: str = "h100-llama-3.1-8b"
@@ -97,6 +101,7 @@ class ServeConfig:
             ("decision_deadline_s", 0.001, 60.0),
             ("stalled_s", 1.0, 86_400.0),
             ("retry_share", 0.0, 1.0),
+            ("emulate", 0, 1_024),
             ("port", 0, 65_535),
             ("max_migrations", 1, 10_000),
             ("max_stages", 1, 100),
@@ -111,6 +116,8 @@ class ServeConfig:
                 raise ValueError(f"{name} = {value!r}: expected a number from {low:g} to {high:,.10g}")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("tls_cert and tls_key: expected both or none")
+        if bool(self.engines) + bool(self.engines_file) + bool(self.emulate) > 1:
+            raise ValueError("engines, engines_file and emulate: expected one of them")
         if len(set(self.engines)) != len(self.engines):
             raise ValueError(f"engines = {list(self.engines)!r}: expected each URL once")
 

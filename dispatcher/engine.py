@@ -63,6 +63,7 @@ class Engine:
         failures: calls in a row that it failed (`Breaker`).
         busy_until_s: it said that it is overloaded until then (monotonic clock).
         open_until_s: it gets no requests until then after failures in a row.
+        leaving: it drains for good.
         last_token_s: when it last sent anything on a request (monotonic clock).
     """
 
@@ -75,6 +76,7 @@ class Engine:
         self.failures = 0
         self.busy_until_s = 0.0
         self.open_until_s = 0.0
+        self.leaving = False
         self.last_token_s = time.monotonic()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from fleetpilot.fleet.view import (
     KIND_DISPATCH,
     KIND_SOURCE,
     NONE,
+    FleetView,
     empty_view,
 )
 from fleetpilot.fleet.vllm_metrics import VllmMetrics, apply_poll
@@ -55,8 +56,7 @@ class Fleet:
     """Engines and what is known of them; asks the policy.
 
     Args:
-        urls: of the engines; the slots follow their order.
-        profiles: one per engine, the constants that policies read.
+        profile: of the engines, the constants that policies read.
         host: of the policy.
         slo: the class that all requests are held to.
         seed: of random keys.
@@ -70,25 +70,52 @@ class Fleet:
 
     def __init__(
         self,
-        urls: Iterable[str],
-        profiles: Iterable[HardwareProfile],
+        profile: HardwareProfile,
         host: PolicyHost,
         slo: SLOClass,
         seed: int = 0,
     ):
-        self.engines = [Engine(slot, url) for slot, url in enumerate(urls)]
+        self.engines: list[Engine] = []
         self.host = host
         self.slo = slo
-        self.view = empty_view(1, len(self.engines))
-        self.index = PrefixIndex(len(self.engines))
+        self.view = empty_view(1, 0)
+        self.index = PrefixIndex(0)
         self.held = 0
+        self.ledger = Ledger(self.view.instances[0])
+        self._profile = profile
         self._instances = self.view.instances[0]
-        for instance, profile in zip(self._instances, profiles, strict=True):
-            _apply_profile(instance, profile)
-        self.ledger = Ledger(self._instances)
-        self._polled_s = np.full(len(self.engines), -np.inf)
+        self._polled_s: list[float] = []
         self._start_s = time.monotonic()
         self._random = np.random.default_rng(seed)
+
+    def add(self, url: str) -> Engine:
+        """An engine joins, in the slot of one that is gone or in a new one.
+
+        Raises:
+            ValueError: the URL is none.
+        """
+        slot = next((e.slot for e in self.engines if e.state == EngineState.ABSENT), len(self.engines))
+        engine = Engine(slot, url)
+        if slot == len(self.engines):
+            self._grow()
+            self.engines.append(engine)
+        else:
+            self.engines[slot] = engine
+        self._instances[slot] = empty_view(1, 1).instances[0, 0]
+        self._instances["slot"][slot] = slot
+        _apply_profile(self._instances[slot], self._profile)
+        self.set_state(engine, EngineState.STARTING)
+        self.forget_poll(engine)
+        return engine
+
+    def _grow(self) -> None:
+        grown = empty_view(1, len(self.engines) + 1)
+        grown.instances[0, :-1] = self._instances
+        self.view = FleetView(grown.instances, self.view.request, self.view.fleet)
+        self._instances = grown.instances[0]
+        self.ledger.grow(self._instances)
+        self.index.grow()
+        self._polled_s.append(-np.inf)
 
     def set_state(self, engine: Engine, state: EngineState) -> None:
         """The engine is in this state now."""
@@ -149,7 +176,7 @@ class Fleet:
         if not any(candidates):
             return NONE
         self._instances["candidate"] = candidates
-        self._instances["poll_age_s"] = now_s - self._polled_s
+        self._instances["poll_age_s"] = now_s - np.array(self._polled_s)
         fleet = self.view.fleet[0]
         fleet["time_s"] = now_s - self._start_s
         fleet["kind"] = kind
@@ -160,6 +187,10 @@ class Fleet:
         if choice != NONE and kind == KIND_DISPATCH:
             fleet["decisions"] += 1
         return choice
+
+    def poll_age_s(self, slot: int) -> float:
+        """Age of an instance's last poll; inf before the first."""
+        return time.monotonic() - self._polled_s[slot]
 
     def set_migrating(self, slot: int, migrating: bool) -> None:
         """Whether an instance takes part in a migration."""
@@ -190,4 +221,3 @@ def _apply_profile(instance: np.void, profile: HardwareProfile) -> None:
     instance["prefill_s_per_token"] = profile.prefill_s_per_token
     instance["decode_step_s"] = profile.decode_step_s
     instance["decode_s_per_seq"] = profile.decode_s_per_seq
-    instance["state"] = EngineState.STARTING

@@ -37,7 +37,11 @@ class _Collected(Collector):
             yield family
         yield GaugeMetricFamily("fleetpilot_held", "requests held at the dispatcher", value=dispatcher.fleet.held)
         yield GaugeMetricFamily("fleetpilot_migrations_running", "migrations", value=len(dispatcher.migrations))
-        for name in ("in_flight", "unstarted", "streamed_tokens", "poll_age_s", "running", "waiting", "kv_usage"):
+        age = GaugeMetricFamily("fleetpilot_instance_poll_age_s", "age of the last poll", labels=["instance"])
+        for engine in dispatcher.fleet.engines:
+            age.add_metric([engine.url], dispatcher.fleet.poll_age_s(engine.slot))
+        yield age
+        for name in ("in_flight", "unstarted", "streamed_tokens", "running", "waiting", "kv_usage"):
             gauge = GaugeMetricFamily(f"fleetpilot_instance_{name}", f"{name} of the view", labels=["instance"])
             for engine in dispatcher.fleet.engines:
                 gauge.add_metric([engine.url], float(dispatcher.fleet.view.instances[0][name][engine.slot]))

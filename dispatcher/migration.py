@@ -141,15 +141,8 @@ async def _one_token(
     step: str,
 ) -> dict[str, Any]:
     request = migration.relay.request.fields
-    body = {
-        "model": request["model"],
-        "prompt": token_ids,
-        "max_tokens": 1,
-        "temperature": 0,
-        "ignore_eos": True,
-    } | fields
-    if request.get("cache_salt") is not None:
-        body["cache_salt"] = request["cache_salt"]
+    body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0, "ignore_eos": True} | fields
+    body |= {name: request[name] for name in ("model", "cache_salt") if request.get(name) is not None}
     if engine.capabilities is not None and engine.capabilities.priority:
         body["priority"] = PROBE_PRIORITY
     headers = dispatcher.engine_headers(migration.relay.authorization)

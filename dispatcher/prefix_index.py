@@ -60,6 +60,11 @@ class PrefixIndex:
         while self.tokens[slot] > most_tokens and held:
             self.tokens[slot] -= held.popitem(last=False)[1]
 
+    def grow(self) -> None:
+        """One more instance."""
+        self._blocks.append(OrderedDict())
+        self.tokens.append(0.0)
+
     def forget(self, slot: int) -> None:
         """The instance holds nothing any more."""
         self._blocks[slot].clear()

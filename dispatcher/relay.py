@@ -126,6 +126,8 @@ class Relay:
     def on_start(self, status: int, headers: Headers) -> bool:
         """The engine's head; False if its answer is not the client's."""
         if self.exchange.started:
+            if status != 200:
+                self.engine_broke(f"answered {status} to a request that was sent again")
             return status == 200
         if status in _RETRIED:
             self.engine_failed(f"answered {status}", admission=status == 503, headers=headers)
@@ -165,6 +167,8 @@ class Relay:
             self.engine_broke(trouble)
             return
         if answer.finished and not self.ended:
+            if answer.stopped and self._attempt is not None:
+                self._attempt.call.cancel()  # the engine does not know of the stop string
             self._finish()
 
     def _count(self, tokens: int) -> None:
@@ -185,14 +189,13 @@ class Relay:
 
     def _finish(self) -> None:
         self.engine.failures = 0
-        if self._attempt is not None:
-            self._attempt.call.cancel()  # nothing if it is complete; a stop string ends it here
         self.exchange.finish()
         self._end("finished")
 
     def facts_now(self) -> RequestFacts:
         """What policies read of it when it is to go on elsewhere: a request with a prompt of all it has so far."""
-        assert self.answer is not None
+        if self.answer is None or not self.answer.prompt_ids:
+            return self.facts
         tokens = len(self.answer.prompt_ids) + len(self.answer.output_ids)
         left = max(1.0, self.facts.predicted_output_tokens - self.tokens)
         return replace(self.facts, prompt_tokens=tokens, predicted_output_tokens=left)
@@ -204,14 +207,12 @@ class Relay:
         self.engine_failed(reason)
         if self._attempt is not None:
             self._attempt.call.cancel()
-        if not self.exchange.started:
-            if not self._retry():
-                self.fail(502, f"the engine gave no answer: {reason}")
-        elif self.answer is not None and self.answer.reached_end:
+        if self.answer is not None and self.answer.reached_end:
             self.exchange.write(b"".join(self.answer.conclude()))
-            self._finish()
+            self.exchange.finish()
+            self._end("finished")
         elif not self.fail_over():
-            self._cut(reason)
+            self.fail(502, f"the engine gave no answer: {reason}")
 
     def engine_failed(self, reason: str, *, admission: bool = False, headers: Headers = ()) -> None:
         """Tell the dispatcher what its engine did."""
@@ -234,16 +235,24 @@ class Relay:
         return True
 
     def fail_over(self) -> bool:
-        """Go on elsewhere from the tokens so far; False if that cannot be."""
-        answer = self.answer
-        if self.ended or answer is None or answer.fixed or not answer.prompt_ids:
+        """Go on elsewhere: from the tokens so far, or from the start if there are none. False if that cannot be."""
+        if self.ended or self._failovers >= self.dispatcher.config.max_failovers:
             return False
-        if self._failovers >= self.dispatcher.config.max_failovers:
+        if self.exchange.started and (self.answer is None or self.answer.fixed):
             return False
         self._failovers += 1
+        if self.moved_by is not None:
+            self.dispatcher.counts["migrations not taken up"] += 1
         failed = self.slot
         self.detach()
         self.dispatcher.go_on_elsewhere(self, failed)
+        return True
+
+    def go_on_at(self, slot: int) -> bool:
+        """Go on at this engine, after `detach`. False if the answer is at its end."""
+        if self.answer is not None and self.answer.prompt_ids:
+            return self.resume_at(slot, copied=False)
+        self._send(slot)
         return True
 
     def detach(self) -> None:
@@ -331,12 +340,18 @@ class _Attempt:
             self.events = None
 
     def on_data(self, data: bytes) -> None:
-        if self.wanted:
+        if self.wanted and not self.relay.ended:
             self.relay.on_data(data, self.events)
 
     def on_end(self) -> None:
-        if self.wanted:
+        if self.wanted and not self.relay.ended:
             self.relay.on_end()
 
     def on_error(self, error: CallError) -> None:
-        self.relay.engine_broke(str(error))
+        relay = self.relay
+        if relay.ended:
+            return
+        if error.refused and relay.engine.serves:
+            relay.dispatcher.engine_is_gone(relay.engine, str(error))  # tells this relay too
+        else:
+            relay.engine_broke(str(error))

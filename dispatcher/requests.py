@@ -69,6 +69,7 @@ def _texts(messages: Any) -> bool:
 
 
 _SAMPLING: dict[str, Callable[[Any], bool]] = {
+    "model": _anything,
     "temperature": _anything,
     "top_p": _anything,
     "top_k": _anything,
@@ -89,7 +90,6 @@ _SAMPLING: dict[str, Callable[[Any], bool]] = {
 """What a resumed request repeats as it is."""
 
 _MOVABLE: dict[str, Callable[[Any], bool]] = _SAMPLING | {
-    "model": _anything,
     "stream": lambda value: value is True,
     "stream_options": _anything,
     "max_tokens": _anything,
@@ -226,7 +226,6 @@ class ApiRequest:
             return None
         fields = {name: self.fields[name] for name in _SAMPLING if name in self.fields}
         fields |= {
-            "model": self.fields["model"],
             "prompt": token_ids,
             "max_tokens": left,
             "min_tokens": max(0, int(self.fields.get("min_tokens") or 0) - generated),

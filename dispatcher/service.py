@@ -9,6 +9,7 @@ import ssl
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from pathlib import Path
 
 import orjson
 
@@ -17,6 +18,7 @@ from fleetpilot.dispatcher import metrics, telemetry
 from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.engine import Engine, EngineState
 from fleetpilot.dispatcher.fleet import Fleet, RequestFacts
+from fleetpilot.dispatcher.http.client import HttpClient
 from fleetpilot.dispatcher.http.server import Exchange, Headers, HttpServer, Limits, error_body, serve
 from fleetpilot.dispatcher.migration import Migration, migrate
 from fleetpilot.dispatcher.policy_host import PolicyHost
@@ -38,6 +40,7 @@ _LEAST_RETRIES = 10
 _BUSY_S = 0.2
 """An engine that admits no more, and does not say for how long, is left alone for this time."""
 _LONGEST_BUSY_S = 30.0
+_FILE_S = 1.0
 
 
 class Dispatcher:
@@ -59,28 +62,31 @@ class Dispatcher:
     """
 
     def __init__(self, config: ServeConfig, policy: Policy | None = None):
-        if not config.engines:
-            raise ValueError("engines: got none, expected at least one URL")
+        if not (config.engines or config.engines_file):
+            raise ValueError("engines: got none, expected at least one URL, or engines_file, or emulate")
         self.config = config
         fallback = load_policy(config.fallback)
         if not isinstance(fallback, CompiledPolicy):
             raise ValueError(f"fallback = {config.fallback!r}: expected a compiled baseline")
         host = PolicyHost(policy or load_policy(config.policy), fallback, config.decision_deadline_s, config.seed)
-        profile = load_profile(config.profile)
-        self.fleet = Fleet(config.engines, [profile] * len(config.engines), host, CHAT_SLO, config.seed)
-        self.at: list[dict[str, Relay]] = [{} for _ in config.engines]
+        self.fleet = Fleet(load_profile(config.profile), host, CHAT_SLO, config.seed)
+        self.at: list[dict[str, Relay]] = []
         self.counts: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.downtimes_s: deque[float] = deque(maxlen=10_000)
         self.migrations: set[Migration] = set()
         self.prompts = Prompts(self)
         self._held: deque[Relay] = deque()
-        self._homeless: deque[Relay] = deque()  # streams whose engine failed, waiting for another
+        self._homeless: deque[Relay] = deque()  # whose engine failed, waiting for another
+        self._placing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: HttpServer | None = None
         self._mean_output_tokens = 256.0
         self._keys = [key.encode() for key in config.api_keys]
         self._engine_key = config.engine_api_key.encode()
+
+        for url in config.engines:
+            self._add(url)
 
     @property
     def tracks(self) -> bool:
@@ -108,6 +114,9 @@ class Dispatcher:
         self._server = await serve(self.handle, config.host, config.port, limits=limits, tls=tls)
         for engine in self.fleet.engines:
             self._run(telemetry.watch(self, engine))
+        if config.engines_file:
+            self.read_engines_file()
+            self._run(self._every(_FILE_S, self.read_engines_file))
         self._run(self._every(config.hold_interval_s, self._tick))
         if config.migration and KIND_SOURCE in self.fleet.host.kinds:
             self._run(self._every(config.rebalance_interval_s, self.rebalance))
@@ -146,6 +155,51 @@ class Dispatcher:
         while True:
             await asyncio.sleep(interval_s)
             act()
+
+    # engines come and go
+
+    def _add(self, url: str) -> Engine:
+        engine = self.fleet.add(url)
+        self.at += [{} for _ in range(len(self.fleet.engines) - len(self.at))]
+        return engine
+
+    def read_engines_file(self) -> None:
+        """Bring the fleet in line with the file. One that cannot be read changes nothing."""
+        try:
+            lines = Path(self.config.engines_file).read_text().splitlines()
+            urls = dict.fromkeys(line.strip().rstrip("/") for line in lines if line.strip() and line.strip()[0] != "#")
+            for url in urls:
+                HttpClient(url)
+        except (OSError, ValueError) as error:
+            self.counts["unreadable_engine_files"] += 1
+            if self.counts["unreadable_engine_files"] == 1:
+                _LOG.warning("engines_file: %s", error)
+            return
+        self.set_engines(list(urls))
+
+    def set_engines(self, urls: list[str]) -> None:
+        """These engines, and no others: new ones join, the others drain and leave."""
+        there = {engine.url: engine for engine in self.fleet.engines if engine.state != EngineState.ABSENT}
+        for url in urls:
+            if url not in there:
+                self._run(telemetry.watch(self, self._add(url)))
+            elif there[url].leaving:
+                there[url].leaving = False
+                if there[url].state == EngineState.DRAINING:
+                    self.fleet.set_state(there[url], EngineState.READY)
+        for url, engine in there.items():
+            if url not in urls and not engine.leaving:
+                _LOG.info("engine %d (%s) drains", engine.slot, engine.url)
+                engine.leaving = True
+                if engine.state == EngineState.READY:
+                    self.fleet.set_state(engine, EngineState.DRAINING)
+
+    def engine_left(self, engine: Engine) -> None:
+        """An engine that drained is gone."""
+        _LOG.info("engine %d (%s) is gone", engine.slot, engine.url)
+        self.fleet.set_state(engine, EngineState.ABSENT)
+        self.fleet.forget_poll(engine)
+        engine.client.close()
 
     # clients
 
@@ -289,7 +343,7 @@ class Dispatcher:
     # placing what waits
 
     def go_on_elsewhere(self, relay: Relay, failed: int) -> None:
-        """A stream lost its engine."""
+        """A request lost its engine."""
         self.counts["failovers"] += 1
         relay.homeless_since_s = time.monotonic()
         if not self._resume(relay, frozenset((failed,))):
@@ -297,18 +351,34 @@ class Dispatcher:
 
     def _resume(self, relay: Relay, without: frozenset[int]) -> bool:
         slot = self.fleet.choose_dispatch(relay.facts_now(), False, without)
-        return slot != NONE and relay.resume_at(slot, copied=False)
+        return slot != NONE and relay.go_on_at(slot)
 
     def place_held(self) -> None:
         """Ask again for what waits: streams without an engine first, then requests in order."""
+        if self._placing:
+            return
+        self._placing = True
+        try:
+            self._place_homeless()
+            self._place_held()
+        finally:
+            self._placing = False
+
+    def _place_homeless(self) -> None:
         for relay in list(self._homeless):
             if self._resume(relay, frozenset()):
                 self._homeless.remove(relay)
             elif time.monotonic() - relay.homeless_since_s > self.config.max_hold_s:
                 self._homeless.remove(relay)
                 relay.fail(503, f"its engine failed, and no other took it within {self.config.max_hold_s:g} s")
-        while self._held and self._held[0].place():
-            self._held.popleft()
+
+    def _place_held(self) -> None:
+        while self._held:
+            relay = self._held[0]
+            if not relay.place():
+                return
+            if self._held and self._held[0] is relay:  # one that is given up takes itself out
+                self._held.popleft()
             self.fleet.held = len(self._held)
 
     def _tick(self) -> None:

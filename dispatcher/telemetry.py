@@ -22,9 +22,9 @@ _RETRY_S = 1.0
 
 
 async def watch(dispatcher: Dispatcher, engine: Engine) -> None:
-    """Poll an engine for as long as the dispatcher runs."""
+    """Poll an engine until it is gone."""
     failed = 0
-    while True:
+    while engine.state != EngineState.ABSENT:
         start_s = time.monotonic()
         try:
             if engine.state in (EngineState.STARTING, EngineState.FAILED):
@@ -32,11 +32,14 @@ async def watch(dispatcher: Dispatcher, engine: Engine) -> None:
             await _poll(dispatcher, engine)
             failed = 0
         except (CallError, TimeoutError, ValueError) as error:
-            refused = isinstance(error, CallError) and "refused" in str(error)
+            refused = isinstance(error, CallError) and error.refused
             failed += _FAILED_POLLS if refused else 1
             dispatcher.counts["failed_polls"] += 1
             if failed >= _FAILED_POLLS and engine.serves:
                 dispatcher.engine_is_gone(engine, str(error) or "no answer to a poll in time")
+        if engine.leaving and not (engine.serves and dispatcher.at[engine.slot]):
+            dispatcher.engine_left(engine)
+            return
         interval_s = dispatcher.config.poll_interval_s if engine.serves else _RETRY_S
         await asyncio.sleep(max(0.0, start_s + interval_s - time.monotonic()))
 

@@ -261,7 +261,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out.startswith("usage: fleetpilot")
 
 
-@pytest.mark.parametrize("command", [["simulate"], ["evaluate"], ["trace"]])
+@pytest.mark.parametrize("command", [["simulate"], ["evaluate"], ["trace"], ["emulate"]])
 def test_examples_in_help_are_understood(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*command, "--help") == 0
     examples = re.findall(r"^  fleetpilot (.*)$", capsys.readouterr().out, re.MULTILINE)
@@ -270,7 +270,7 @@ def test_examples_in_help_are_understood(command: list[str], capsys: pytest.Capt
         assert _parser().parse_args(shlex.split(example)).run
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/cli.md", "docs/evaluation.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/cli.md", "docs/evaluation.md", "docs/emulator.md"])
 def test_commands_in_the_documentation_are_understood(page: str) -> None:
     text = (Path(__file__).parent.parent / page).read_text(encoding="utf-8")
     fenced = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))

@@ -22,11 +22,13 @@ class CallError(Exception):
 
     Attributes:
         answered: whether any byte of an answer came.
+        refused: nothing listens there.
     """
 
-    def __init__(self, message: str, answered: bool):
+    def __init__(self, message: str, *, answered: bool, refused: bool = False):
         super().__init__(message)
         self.answered = answered
+        self.refused = refused
 
 
 class Receiver(Protocol):
@@ -124,11 +126,14 @@ class _Connection(asyncio.Protocol):
         self.answered = True
         try:
             self.parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            self.transport.abort()
+            raise error.__context__ or error from None
         except httptools.HttpParserError as error:
             call, self.call = self.call, None
             self.transport.abort()
             if call is not None:
-                call._failed(CallError(f"{self.client.origin}: malformed HTTP answer: {error}", True))
+                call._failed(CallError(f"{self.client.origin}: malformed HTTP answer: {error}", answered=True))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.client._forget(self)
@@ -140,7 +145,7 @@ class _Connection(asyncio.Protocol):
         elif not self.answered and self.calls > 1:
             self.client._connect(call)  # closed by the server while it lay idle: it never saw the request
         else:
-            call._failed(CallError(f"{self.client.origin}: connection lost", self.answered))
+            call._failed(CallError(f"{self.client.origin}: connection lost", answered=self.answered))
 
     # httptools
 
@@ -288,8 +293,9 @@ class HttpClient:
                     lambda: _Connection(self), self._host, self._port, ssl=self._tls
                 )
         except (OSError, TimeoutError) as error:
+            refused = isinstance(error, ConnectionRefusedError)
             reason = str(error) or f"no connection within {self._connect_timeout_s:g} s"
-            call._failed(CallError(f"{self.origin}: {reason}", False))
+            call._failed(CallError(f"{self.origin}: {reason}", answered=False, refused=refused))
             return
         self._open.add(connection)
         call._on(connection)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ import orjson
 
 Headers = Sequence[tuple[bytes, bytes]]
 """Names in lower case, in the order of the wire."""
+
+_LOG = logging.getLogger("fleetpilot.dispatcher")
 
 _SWEEP_S = 1.0
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
@@ -217,8 +220,8 @@ class _Connection(asyncio.Protocol):
             self.head_bytes += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self.refuse(400, "expected a request without an upgrade of the protocol")
+        except httptools.HttpParserUpgrade:  # not taken up: the request was answered as any other
+            self.refused = True
         except httptools.HttpParserError as error:
             cause = error.__context__
             if isinstance(cause, _Refusal):
@@ -265,7 +268,8 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self.http11 = self.parser.get_http_version() == "1.1"
         method = self.parser.get_method().decode("ascii")
-        exchange = Exchange(self, method, self.target, self.request_headers, self.parser.should_keep_alive())
+        keep_alive = self.parser.should_keep_alive() and not self.parser.should_upgrade()
+        exchange = Exchange(self, method, self.target, self.request_headers, keep_alive)
         exchange.body = self.body[0] if len(self.body) == 1 else b"".join(self.body)
         self._reset()
         self.reading = False
@@ -279,7 +283,14 @@ class _Connection(asyncio.Protocol):
 
     def _handle(self, exchange: Exchange) -> None:
         self.active = exchange
-        self.server.handler(exchange)
+        try:
+            self.server.handler(exchange)
+        except Exception:
+            _LOG.exception("the handler of %s %s failed", exchange.method, exchange.path)
+            if exchange.started:
+                exchange.abort()
+            else:
+                exchange.respond(500, error_body("internal error", "InternalServerError", 500))
 
     def write(self, data: bytes) -> None:
         self.transport.write(data)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import fleetpilot
+from fleetpilot.serving import add_serve
 
 if TYPE_CHECKING:
     from fleetpilot.cluster import FleetConfig
@@ -30,8 +31,11 @@ INTERRUPTED = 130
 
 DEFAULT_PROFILE = "a10-llama-7b"
 DEFAULT_INSTANCES = 4
+DEFAULT_ENGINE_PROFILE = "l40s-llama-3.1-8b"
+DEFAULT_PORT = 8100
 
 MAX_INSTANCES = 4096
+MAX_ENGINES = 256
 MAX_WINDOWS = 1000
 MAX_SEGMENTS = 10_000
 MAX_SEEDS = 1000
@@ -41,6 +45,8 @@ MAX_POLL_S = 1e6
 MIN_POLL_INTERVAL_S = 1e-3
 MAX_POLLS_IN_FLIGHT = 10_000
 """Beyond these a slip of the finger would run for days or out of memory."""
+
+SERVE_MODULES = {"uvloop", "httptools", "orjson", "prometheus_client"}
 
 FLEET_EXAMPLE = "a10-llama-7b:4,h100-llama-3.1-8b:2"
 
@@ -52,6 +58,8 @@ EXAMPLES = """examples:
   fleetpilot evaluate --policies all --workload trace.csv --load 0.8,0.95 --segments 10 -o runs/mine
   fleetpilot evaluate --experiment llumnix-motivation
   fleetpilot trace inspect trace.csv
+  fleetpilot serve --engines http://127.0.0.1:8001 http://127.0.0.1:8002 --policy llumnix
+  fleetpilot emulate --engines 4
 """
 
 
@@ -84,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if debug or (error.name or "").startswith("fleetpilot"):
             raise
-        return _say(f"error: {error.name} is not installed; this needs: pip install 'fleetpilot[eval]'", BAD_INPUT)
+        extra = "serve" if error.name in SERVE_MODULES else "eval"
+        return _say(f"error: {error.name} is not installed; this needs: pip install 'fleetpilot[{extra}]'", BAD_INPUT)
 
 
 def _say(text: str, status: int) -> int:
@@ -164,6 +173,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_simulate(commands)
     _add_evaluate(commands)
     _add_trace(commands)
+    add_serve(_command, commands)
+    _add_emulate(commands)
     _add_calibrate(commands)
     _add_validate(commands)
     return parser
@@ -667,6 +678,77 @@ def _demo(arguments: argparse.Namespace) -> int:
         return _report(demo(arguments.out))
     except Interrupted as interrupted:
         return _say(f"{interrupted} in {arguments.out}; the same command goes on from there", INTERRUPTED)
+
+
+# --- emulate -----------------------------------------------------------------------------------------------------
+
+
+def _add_emulate(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "emulate",
+        _emulate,
+        "serve emulated engines: vLLM's HTTP interface over the simulator, in real time, no GPU",
+        "examples:\n  fleetpilot emulate --engines 4\n"
+        "  fleetpilot emulate --fleet h100-llama-3.1-8b:2,l40s-llama-3.1-8b:4 --port 9000\n",
+    )
+    parser.set_defaults(instances=None)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--profile",
+        metavar="NAME",
+        default=DEFAULT_ENGINE_PROFILE,
+        help=f"hardware profile of all engines, or a .toml file (default {DEFAULT_ENGINE_PROFILE})",
+    )
+    kind.add_argument("--fleet", metavar="NAME:N,...", type=_parts, help=f"a mixed fleet, as {FLEET_EXAMPLE}")
+    parser.add_argument(
+        "--engines",
+        metavar="N",
+        type=_whole(1, MAX_ENGINES),
+        help=f"number of engines (default {DEFAULT_INSTANCES}, at most {MAX_ENGINES})",
+    )
+    parser.add_argument(
+        "--port",
+        metavar="P",
+        type=_whole(1, 65535),
+        default=DEFAULT_PORT,
+        help=f"of the first engine; the others have the ports that follow (default {DEFAULT_PORT})",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--model", metavar="NAME", default="emulated", help="served model name (default emulated)")
+    parser.add_argument(
+        "--mean-tokens",
+        metavar="N",
+        type=_whole(1, 1_000_000),
+        default=256,
+        help="mean length of answers that nothing else ends (default 256)",
+    )
+    parser.add_argument(
+        "--scheduling-policy",
+        choices=("fcfs", "priority"),
+        default="priority",
+        help="order of waiting requests and victims, as vLLM's option (default priority)",
+    )
+
+
+def _emulate(arguments: argparse.Namespace) -> int:
+    from fleetpilot.dispatcher.emulator import Options, run
+
+    if arguments.fleet is not None and arguments.engines is not None:
+        raise ValueError(f"--engines {arguments.engines}: expected without --fleet, which has its own numbers")
+    if arguments.fleet is None:
+        profiles = (_profile(arguments.profile),) * (arguments.engines or DEFAULT_INSTANCES)
+    else:
+        profiles = _mixed(arguments)
+    if arguments.port + len(profiles) - 1 > 65535:
+        raise ValueError(f"--port {arguments.port}: expected room for {len(profiles)} engines, up to port 65535")
+    options = Options(
+        model=arguments.model,
+        mean_tokens=float(arguments.mean_tokens),
+        priority_order=arguments.scheduling_policy == "priority",
+    )
+    run(profiles, options, host=arguments.host, port=arguments.port)
+    return 0
 
 
 # --- trace -------------------------------------------------------------------------------------------------------
