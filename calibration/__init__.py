@@ -11,15 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fleetpilot.calibration.calibrate import Calibration, CalibrationError, calibrate
-    from fleetpilot.calibration.validate import Validation, validate
+    from fleetpilot.calibration.measure import Calibration, CalibrationError, calibrate
+    from fleetpilot.calibration.validation import Validation, validate
 
 _HOME = {
-    "Calibration": "calibrate",
-    "CalibrationError": "calibrate",
-    "Validation": "validate",
-    "calibrate": "calibrate",
-    "validate": "validate",
+    "Calibration": "measure",
+    "CalibrationError": "measure",
+    "Validation": "validation",
+    "calibrate": "measure",
+    "validate": "validation",
 }
 
 __all__ = ["Calibration", "CalibrationError", "Validation", "calibrate", "validate"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fleetpilot
 from fleetpilot.calibration.compare import METRICS, STATISTICS, Compared, Pair
-from fleetpilot.calibration.validate import Fleet, Validation
+from fleetpilot.calibration.validation import Fleet, Validation
 from fleetpilot.evaluation.provenance import provenance, to_json
 from fleetpilot.evaluation.tables import Table, Text, markdown, number
 

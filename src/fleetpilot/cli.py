@@ -855,7 +855,7 @@ def _add_calibrate(commands: Any) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from fleetpilot.calibration.calibrate import CalibrationError, Request, calibrate, calibration_text
+    from fleetpilot.calibration.measure import CalibrationError, Request, calibrate, calibration_text
     from fleetpilot.calibration.facts import Given
     from fleetpilot.evaluation.runner import stderr_line
 
@@ -922,8 +922,9 @@ def _add_validate(commands: Any) -> None:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
+    from fleetpilot.baselines import load_policy
     from fleetpilot.calibration.report import verdict, write_validation
-    from fleetpilot.calibration.validate import Setup, ValidationError, validate
+    from fleetpilot.calibration.validation import Setup, ValidationError, validate
     from fleetpilot.dispatcher.config import ServeConfig
     from fleetpilot.evaluation.runner import stderr_line
     from fleetpilot.fleet.slo import SLO_CLASSES
@@ -932,7 +933,7 @@ def _validate(arguments: argparse.Namespace) -> int:
         table=_table(arguments.trace),
         urls=tuple(arguments.engines),
         profiles=tuple(arguments.profile),
-        policies=tuple(_policy(name) for name in arguments.policies),
+        policies=tuple(load_policy(_policy(name)) for name in arguments.policies),
         repeats=arguments.repeats,
         seed=arguments.seed,
         slo=SLO_CLASSES[_known("SLO class", arguments.slo, SLO_CLASSES)],

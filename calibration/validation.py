@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.baselines import load_policy
 from fleetpilot.calibration.compare import Compared, Pair, compared, goodput_share, pairs
 from fleetpilot.calibration.link import Link
 from fleetpilot.calibration.live import LiveEngine, MeasureError
@@ -45,25 +44,23 @@ class Setup:
         urls: of the engines.
         profiles: paths or names, one for all engines or one per engine. Beside a path, the record that `calibrate` left
             (``.json``) tells the link and a request's way to the engine and back.
-        policies: names of baselines.
+        policies: that are compared, each with a name of its own.
         repeats: of every policy.
         seed: of prompts and tie breaks; each repeat has its own.
         slo: that goodput is measured by.
         api_key: of the engines.
         dispatcher: settings of the dispatcher.
-        dispatcher_profile: whose constants the policies read; empty for the first of `profiles`.
     """
 
     table: RequestTable
     urls: tuple[str, ...]
     profiles: tuple[str, ...]
-    policies: tuple[str, ...]
+    policies: tuple[Policy, ...]
     repeats: int = 3
     seed: int = 0
     slo: SLOClass = CHAT
     api_key: str = ""
     dispatcher: ServeConfig = field(default_factory=ServeConfig)
-    dispatcher_profile: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,10 +124,12 @@ def validate(setup: Setup, progress: Progress = lambda text: None) -> Validation
 
     Raises:
         ValidationError: an engine does not answer, or requests did not end.
-        ValueError: the table, the profiles or a policy do not fit.
+        ValueError: the table, the profiles or the policies do not fit.
     """
     _check_open_loop(setup.table)
-    policies = {name: load_policy(name) for name in setup.policies}
+    policies = {policy.name: policy for policy in setup.policies}
+    if len(policies) < len(setup.policies):
+        raise ValueError(f"policies = {[policy.name for policy in setup.policies]}: expected different names")
     begun_s, load = time.perf_counter(), os.getloadavg()[0]
     try:
         profiles, replays = asyncio.run(_replays(setup, policies, progress))
@@ -191,7 +190,7 @@ async def _replays(
             setup.dispatcher,
             engines=setup.urls,
             port=0,
-            profile=setup.dispatcher_profile or setup.profiles[0],
+            profile=setup.profiles[0],
             engine_api_key=setup.api_key,
         )
         found: dict[str, list[Replay]] = {name: [] for name in policies}
@@ -343,10 +342,9 @@ def _setup_json(setup: Setup, profiles: Sequence[HardwareProfile]) -> dict[str, 
         "repeats": setup.repeats,
         "seed": setup.seed,
         "slo": setup.slo,
-        "policies": list(setup.policies),
+        "policies": [policy.name for policy in setup.policies],
         "engines": list(setup.urls),
         "profiles": list(setup.profiles),
-        "dispatcher_profile": setup.dispatcher_profile or setup.profiles[0],
         "kv_blocks": [profile.kv_blocks for profile in profiles],
         "max_num_seqs": [profile.max_num_seqs for profile in profiles],
         "poll_interval_s": setup.dispatcher.poll_interval_s,
