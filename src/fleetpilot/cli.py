@@ -855,8 +855,8 @@ def _add_calibrate(commands: Any) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from fleetpilot.calibration.measure import CalibrationError, Request, calibrate, calibration_text
     from fleetpilot.calibration.facts import Given
+    from fleetpilot.calibration.measure import CalibrationError, Request, calibrate, calibration_text
     from fleetpilot.evaluation.runner import stderr_line
 
     if arguments.out.suffix != ".toml":

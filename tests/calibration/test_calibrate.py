@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fleetpilot.calibration import CalibrationError, calibrate
-from fleetpilot.calibration.measure import Request, calibration_text
 from fleetpilot.calibration.facts import Given
 from fleetpilot.calibration.link import Copy, fit_link
+from fleetpilot.calibration.measure import Request, calibration_text
 from fleetpilot.cli import main
 from fleetpilot.fleet.profiles import HardwareProfile, load_profile
 
@@ -50,7 +50,7 @@ def test_two_engines_give_a_profile_each_and_the_link(
 def test_a_bad_fit_is_refused_its_points_are_kept_and_the_same_command_goes_on(urls: list[str], tmp_path: Path) -> None:
     out = tmp_path / "mine.toml"
     given = Given(4, 128, 4096)
-    with pytest.raises(CalibrationError, match="the fit is bad.*expected at most 0%"):
+    with pytest.raises(CalibrationError, match=r"the fit is bad.*expected at most 0%"):
         calibrate(request_of(urls[:1], out, given=given, max_error=1e-9))
     assert not out.exists()
     points = (tmp_path / "mine.points.jsonl").read_text()
