@@ -37,6 +37,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "baselines": CLUSTER | GYMNASIUM | TORCH | HTTP,
     "evaluation": HTTP,
     "dispatcher": GYMNASIUM | TORCH | {"fleetpilot.evaluation"},
+    "calibration": TORCH,
 }
 """Folder -> what it must not import, itself and the modules inside. A folder may always import its own."""
 

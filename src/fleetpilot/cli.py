@@ -177,6 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_trace(commands)
     add_serve(_command, commands)
     _add_emulate(commands)
+    _add_calibrate(commands)
+    _add_validate(commands)
     return parser
 
 
@@ -852,6 +854,138 @@ def _fetch(arguments: argparse.Namespace) -> int:
     source = SOURCES[_known("trace", arguments.name, SOURCES)]
     path = fetch(arguments.name, arguments.out, arguments.url)
     print(f"{path}\n{source.attribution}; {source.licence}")
+    return 0
+
+
+# --- calibrate ---------------------------------------------------------------------------------------------------
+
+
+def _add_calibrate(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "calibrate",
+        _calibrate,
+        "measure live vLLM engines for some minutes and write their hardware profile",
+        "Engines that share cores or a host are measured while all are loaded: give all their URLs. Points are kept\n"
+        "beside the profile, so that the same command goes on after Ctrl-C.\n\nexample:\n"
+        "  fleetpilot calibrate http://127.0.0.1:8001 http://127.0.0.1:8002 -o mine.toml --max-num-seqs 256\n",
+    )
+    parser.add_argument("urls", metavar="URL", nargs="+", help="engines; with two the link between them is measured")
+    parser.add_argument("-o", "--out", metavar="FILE", type=Path, required=True, help="the profile, ends in .toml")
+    count = _whole(1, 2**31 - 1)
+    group = parser.add_argument_group("what stock vLLM does not say (measured where possible if not given)")
+    group.add_argument("--max-num-seqs", metavar="N", type=count)
+    group.add_argument("--max-num-batched-tokens", metavar="N", type=count)
+    group.add_argument("--kv-bytes-per-token", metavar="N", type=count)
+    group.add_argument("--hardware", metavar="TEXT", default="not stated", help="what the engines run on")
+    parser.add_argument("--start-command", metavar="COMMAND", default="", help="starts the first engine, and is timed")
+    parser.add_argument(
+        "--limit-s", metavar="S", type=_seconds(1.0), default=270.0, help="for the points (default 270)"
+    )
+    parser.add_argument(
+        "--max-error",
+        metavar="X",
+        type=_share,
+        default=0.15,
+        help="median relative error on points held out at which the fit is refused (default 0.15)",
+    )
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the engines' API key")
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from fleetpilot.calibration.facts import Given
+    from fleetpilot.calibration.measure import CalibrationError, Request, calibrate, calibration_text
+    from fleetpilot.evaluation.runner import stderr_line
+
+    if arguments.out.suffix != ".toml":
+        raise ValueError(f"--out {str(arguments.out)!r}: expected a name that ends in .toml")
+    request = Request(
+        urls=tuple(arguments.urls),
+        out=arguments.out,
+        given=Given(arguments.max_num_seqs, arguments.max_num_batched_tokens, arguments.kv_bytes_per_token),
+        hardware=arguments.hardware,
+        start_command=arguments.start_command,
+        api_key=os.environ.get(arguments.api_key_env or "", ""),
+        limit_s=arguments.limit_s,
+        max_error=arguments.max_error,
+    )
+    try:
+        found = calibrate(request, stderr_line)
+    except CalibrationError as error:
+        return _say(f"error: {error}", BAD_INPUT)
+    except KeyboardInterrupt:
+        return _say(f"interrupted; points are kept in {request.points_path}, the same command goes on", INTERRUPTED)
+    stderr_line("")
+    print(calibration_text(found))
+    return 0
+
+
+# --- validate ----------------------------------------------------------------------------------------------------
+
+
+def _add_validate(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "validate",
+        _validate,
+        "replay a trace on live engines and in the simulator, and compare the two",
+        "The engines must serve nobody else meanwhile.\n\nexample:\n"
+        "  fleetpilot validate --trace 'gamma?rate=2&n=200' --engines http://127.0.0.1:8001 http://127.0.0.1:8002 \\\n"
+        "    --profile mine.toml --policies round-robin,join-shortest-queue -o runs/validation\n",
+    )
+    parser.add_argument("--trace", metavar="NAME", required=True, help="a trace file, or a workload's name")
+    parser.add_argument("--engines", metavar="URL", nargs="+", required=True)
+    parser.add_argument(
+        "--profile",
+        metavar="P[,P...]",
+        type=lambda text: text.split(","),
+        required=True,
+        help="as calibrate wrote it, one for all engines or one each",
+    )
+    parser.add_argument(
+        "--policies",
+        metavar="NAME,...",
+        type=_names("round-robin,llumnix"),
+        default=["round-robin", "join-shortest-queue", "least-kv", "freeness"],
+        help="policies (default round-robin,join-shortest-queue,least-kv,freeness)",
+    )
+    parser.add_argument("--repeats", metavar="N", type=_whole(1, 100), default=3, help="of every policy (default 3)")
+    parser.add_argument("--seed", metavar="N", type=_whole(0, 2**31 - 1), default=0, help="of prompts and tie breaks")
+    parser.add_argument("--slo", metavar="NAME", default="chat", help="that goodput is measured by (default chat)")
+    parser.add_argument("--poll-interval-s", metavar="S", type=_seconds(0.01), default=0.1, help="default 0.1")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the engines' API key")
+    parser.add_argument(
+        "-o", "--out", metavar="FOLDER", type=Path, default=Path("runs/validation"), help="default runs/validation"
+    )
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from fleetpilot.baselines import load_policy
+    from fleetpilot.calibration.report import verdict, write_validation
+    from fleetpilot.calibration.validation import Setup, ValidationError, validate
+    from fleetpilot.dispatcher.config import ServeConfig
+    from fleetpilot.evaluation.runner import stderr_line
+    from fleetpilot.fleet.slo import SLO_CLASSES
+
+    setup = Setup(
+        table=_table(arguments.trace),
+        urls=tuple(arguments.engines),
+        profiles=tuple(arguments.profile),
+        policies=tuple(load_policy(_policy(name)) for name in arguments.policies),
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        slo=SLO_CLASSES[_known("SLO class", arguments.slo, SLO_CLASSES)],
+        api_key=os.environ.get(arguments.api_key_env or "", ""),
+        dispatcher=ServeConfig(poll_interval_s=arguments.poll_interval_s),
+    )
+    try:
+        found = validate(setup, stderr_line)
+    except ValidationError as error:
+        return _say(f"error: {error}", BAD_INPUT)
+    stderr_line("")
+    report = write_validation(found, arguments.out, "fleetpilot " + shlex.join(sys.argv[1:]))
+    print(verdict(found))
+    print(report)
     return 0
 
 
