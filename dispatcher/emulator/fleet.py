@@ -66,6 +66,7 @@ def run(
     Raises:
         OSError: an address cannot be bound.
     """
+
     async def serve() -> None:
         fleet = EmulatedFleet(profiles, options)
         await fleet.start(host, port)
