@@ -124,6 +124,11 @@ class Ledger:
         # Per instance: its unstarted requests and their prompts' blocks, oldest first.
         self._unstarted: list[dict[str, float]] = [{} for _ in instances]
 
+    def grow(self, instances: NDArray[np.void]) -> None:
+        """Go on in these records: a copy of those so far, with more behind them."""
+        self._unstarted += [{} for _ in range(len(instances) - len(self._instances))]
+        self._instances = instances
+
     def dispatch(
         self,
         request_id: str,

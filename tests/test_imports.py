@@ -19,6 +19,7 @@ HTTP = {
     "aiohttp",
     "http",
     "httptools",
+    "fleetpilot.dispatcher",
     "httpx",
     "requests",
     "socket",

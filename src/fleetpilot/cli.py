@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import fleetpilot
+from fleetpilot.serving import add_serve
 
 if TYPE_CHECKING:
     from fleetpilot.cluster import FleetConfig
@@ -45,7 +46,7 @@ MIN_POLL_INTERVAL_S = 1e-3
 MAX_POLLS_IN_FLIGHT = 10_000
 """Beyond these a slip of the finger would run for days or out of memory."""
 
-SERVE_MODULES = {"uvloop", "httptools", "orjson"}
+SERVE_MODULES = {"uvloop", "httptools", "orjson", "prometheus_client"}
 
 FLEET_EXAMPLE = "a10-llama-7b:4,h100-llama-3.1-8b:2"
 
@@ -57,6 +58,7 @@ EXAMPLES = """examples:
   fleetpilot evaluate --policies all --workload trace.csv --load 0.8,0.95 --segments 10 -o runs/mine
   fleetpilot evaluate --experiment llumnix-motivation
   fleetpilot trace inspect trace.csv
+  fleetpilot serve --engines http://127.0.0.1:8001 http://127.0.0.1:8002 --policy llumnix
   fleetpilot emulate --engines 4
 """
 
@@ -171,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_simulate(commands)
     _add_evaluate(commands)
     _add_trace(commands)
+    add_serve(_command, commands)
     _add_emulate(commands)
     return parser
 

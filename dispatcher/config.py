@@ -1,0 +1,193 @@
+"""How a dispatcher is set up: flags, environment variables and one TOML file say the same things."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+ENVIRONMENT = "FLEETPILOT_SERVE_"
+"""Prefix of the environment variables: ``FLEETPILOT_SERVE_PORT=8000``."""
+
+_SECRETS = ("api_keys", "engine_api_key")
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """A dispatcher's settings.
+
+    Attributes:
+        engines: base URLs of vLLM servers.
+        engines_file: a file of such URLs, one per line, read every second: new ones join, missing ones drain and leave.
+        emulate: instead of engines, so many emulated ones of `profile`; needs no vLLM and no GPU.
+        policy: a baseline's name, with parameters behind a ``?``.
+        fallback: the baseline that decides where the policy cannot.
+        profile: of the engines, by name or TOML file: the constants that policies read.
+        host: address to listen on.
+        port: to listen on; 0 takes a free one.
+        api_keys: a client must present one of them; none: no key is asked for.
+        engine_api_key: presented to the engines instead of the client's.
+        tls_cert: PEM file of the server's certificate; empty: plain HTTP.
+        tls_key: PEM file of its key.
+        poll_interval_s: between two readings of an engine's metrics.
+        rebalance_interval_s: between two questions whether requests should move.
+        migration: running requests may move.
+        failover: running requests go on elsewhere when their engine fails.
+        max_migrations: most at the same time; every instance takes part in one at a time.
+        probe_deadline_s: a source that has not pinned the blocks by then is left alone.
+        copy_deadline_s: a destination that has not pulled them by then is given up.
+        max_stages: copies of a migration before the request stops.
+        last_stage_tokens: it stops when no more than so many are left to copy.
+        max_hold_s: a request may wait this long for an engine.
+        hold_interval_s: between two questions about the request that waits longest.
+        decision_deadline_s: the fallback decides if the policy takes longer.
+        max_failovers: of one request.
+        retry_share: retries may be so many per request on the whole.
+        stalled_s: an engine with requests that sends nothing for so long has failed, whatever its health says.
+        max_body_bytes: of a client's request.
+        max_connections: of clients.
+        seed: of the policies' tie breaks.
+    """
+
+    engines: tuple[str, ...] = ()
+    engines_file: str = ""
+    emulate: int = 0
+    policy: str = "llumnix"
+    fallback: str = "join-shortest-queue"
+    profile: str = "h100-llama-3.1-8b"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    engine_api_key: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    poll_interval_s: float = 0.1
+    rebalance_interval_s: float = 0.2
+    migration: bool = True
+    failover: bool = True
+    max_migrations: int = 8
+    probe_deadline_s: float = 2.0
+    copy_deadline_s: float = 20.0
+    max_stages: int = 3
+    last_stage_tokens: int = 128
+    max_hold_s: float = 30.0
+    hold_interval_s: float = 0.05
+    decision_deadline_s: float = 0.05
+    max_failovers: int = 3
+    retry_share: float = 0.1
+    stalled_s: float = 60.0
+    max_body_bytes: int = 64 * 1024 * 1024
+    max_connections: int = 16_384
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            ValueError: naming the field, its value and what was expected.
+        """
+        for name, low, high in (
+            ("poll_interval_s", 0.01, 60.0),
+            ("rebalance_interval_s", 0.01, 3600.0),
+            ("probe_deadline_s", 0.01, 3600.0),
+            ("copy_deadline_s", 0.01, 3600.0),
+            ("max_hold_s", 0.0, 86_400.0),
+            ("hold_interval_s", 0.001, 60.0),
+            ("decision_deadline_s", 0.001, 60.0),
+            ("stalled_s", 1.0, 86_400.0),
+            ("retry_share", 0.0, 1.0),
+            ("emulate", 0, 1_024),
+            ("port", 0, 65_535),
+            ("max_migrations", 1, 10_000),
+            ("max_stages", 1, 100),
+            ("last_stage_tokens", 1, 1_000_000),
+            ("max_failovers", 0, 1_000),
+            ("max_body_bytes", 1_024, 2**40),
+            ("max_connections", 1, 10**7),
+            ("seed", 0, 2**63 - 1),
+        ):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and low <= value <= high):
+                raise ValueError(f"{name} = {value!r}: expected a number from {low:g} to {high:,.10g}")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key: expected both or none")
+        if bool(self.engines) + bool(self.engines_file) + bool(self.emulate) > 1:
+            raise ValueError("engines, engines_file and emulate: expected one of them")
+        if len(set(self.engines)) != len(self.engines):
+            raise ValueError(f"engines = {list(self.engines)!r}: expected each URL once")
+
+    def public(self) -> dict[str, object]:
+        """All settings, secrets left out."""
+        return {
+            name: ("set" if value else "not set") if name in _SECRETS else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+
+def load_config(
+    flags: Mapping[str, Any], file: str | None, environment: Mapping[str, str] | None = None
+) -> ServeConfig:
+    """The settings: flags before environment variables before the file before the defaults.
+
+    Args:
+        flags: by field; None for those not given.
+        file: a TOML file with the fields of `ServeConfig` at its top level; None for none.
+        environment: `os.environ` if None.
+
+    Raises:
+        ValueError: a field is not known, or its value not of its type or range.
+        OSError: the file cannot be read.
+    """
+    kinds = get_type_hints(ServeConfig)
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            table = tomllib.loads(Path(file).read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{file}: expected TOML: {error}") from None
+        for name, value in table.items():
+            if name not in kinds:
+                raise ValueError(f"{file}: {name!r} is not known; expected one of {', '.join(kinds)}")
+            values[name] = _of_kind(f"{file}: {name}", value, kinds[name])
+    for key, text in (os.environ if environment is None else environment).items():
+        if key.startswith(ENVIRONMENT):
+            name = key.removeprefix(ENVIRONMENT).lower()
+            if name not in kinds:
+                raise ValueError(f"environment variable {key} is not known; expected {ENVIRONMENT}<FIELD>")
+            values[name] = _from_text(key, text, kinds[name])
+    values |= {name: value for name, value in flags.items() if value is not None}
+    return ServeConfig(**values)
+
+
+def _of_kind(name: str, value: Any, kind: Any) -> Any:
+    """A value of a TOML file."""
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)[0]
+        if isinstance(value, list) and all(isinstance(item, inner) for item in value):
+            return tuple(value)
+        raise ValueError(f"{name} = {value!r}: expected a list of texts")
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        words = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[kind]
+        raise ValueError(f"{name} = {value!r}: expected {words}")
+    return value
+
+
+def _from_text(name: str, text: str, kind: Any) -> Any:
+    """A value of an environment variable."""
+    if get_origin(kind) is tuple:
+        return tuple(part for part in text.split(",") if part)
+    if kind is bool:
+        if text.lower() not in ("1", "0", "true", "false"):
+            raise ValueError(f"{name} = {text!r}: expected true or false")
+        return text.lower() in ("1", "true")
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{name} = {text!r}: expected {'a whole number' if kind is int else 'a number'}") from None

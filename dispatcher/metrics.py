@@ -1,0 +1,68 @@
+"""What the dispatcher says of itself, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+if TYPE_CHECKING:
+    from fleetpilot.dispatcher.service import Dispatcher
+
+_DOWNTIME_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class _Collected(Collector):
+    def __init__(self, dispatcher: Dispatcher):
+        self._dispatcher = dispatcher
+
+    def collect(self) -> Iterable[Metric]:
+        dispatcher = self._dispatcher
+        for name, labels, counts in (
+            ("fleetpilot_requests", "outcome", dispatcher.outcomes),
+            ("fleetpilot_events", "event", dispatcher.counts),
+            ("fleetpilot_policy_fallbacks", "reason", dispatcher.fleet.host.fallbacks),
+        ):
+            family = CounterMetricFamily(name, name.replace("_", " "), labels=[labels])
+            for label, value in sorted(counts.items()):
+                family.add_metric([label], value)
+            yield family
+        yield GaugeMetricFamily("fleetpilot_held", "requests held at the dispatcher", value=dispatcher.fleet.held)
+        yield GaugeMetricFamily("fleetpilot_migrations_running", "migrations", value=len(dispatcher.migrations))
+        age = GaugeMetricFamily("fleetpilot_instance_poll_age_s", "age of the last poll", labels=["instance"])
+        for engine in dispatcher.fleet.engines:
+            age.add_metric([engine.url], dispatcher.fleet.poll_age_s(engine.slot))
+        yield age
+        for name in ("in_flight", "unstarted", "streamed_tokens", "running", "waiting", "kv_usage"):
+            gauge = GaugeMetricFamily(f"fleetpilot_instance_{name}", f"{name} of the view", labels=["instance"])
+            for engine in dispatcher.fleet.engines:
+                gauge.add_metric([engine.url], float(dispatcher.fleet.view.instances[0][name][engine.slot]))
+            yield gauge
+        state = GaugeMetricFamily("fleetpilot_instance_state", "1 for the state it is in", labels=["instance", "state"])
+        for engine in dispatcher.fleet.engines:
+            state.add_metric([engine.url, engine.state.name.lower()], 1.0)
+        yield state
+        yield _downtimes(dispatcher)
+
+
+def _downtimes(dispatcher: Dispatcher) -> HistogramMetricFamily:
+    times_s = dispatcher.downtimes_s
+    buckets = [(str(bound), float(sum(t <= bound for t in times_s))) for bound in _DOWNTIME_BUCKETS_S]
+    family = HistogramMetricFamily("fleetpilot_migration_downtime_seconds", "of the latest 10,000 migrations")
+    family.add_metric([], [*buckets, ("+Inf", float(len(times_s)))], sum_value=sum(times_s))
+    return family
+
+
+def exposition(dispatcher: Dispatcher) -> bytes:
+    """The text of ``/metrics``."""
+    registry = CollectorRegistry()
+    registry.register(_Collected(dispatcher))
+    return generate_latest(registry)

@@ -1,0 +1,71 @@
+"""Runs a policy under conditions: in time, legal, and never able to stop the dispatcher."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of
+from fleetpilot.fleet.view import NONE, FleetView
+
+
+class PolicyHost:
+    """A policy and the baseline that answers where it cannot.
+
+    Args:
+        policy: asked for every decision of its kinds.
+        fallback: a compiled baseline, asked when the policy raises an error, answers illegally or too late.
+        deadline_s: for a decision. A compiled policy is not interrupted: its decisions take microseconds.
+        seed: of the policies.
+
+    Attributes:
+        fallbacks: reason -> how often the fallback decided.
+    """
+
+    def __init__(self, policy: Policy, fallback: CompiledPolicy, deadline_s: float = 0.05, seed: int = 0):
+        self.policy = policy
+        self.kinds = kinds_of(policy)
+        self.fallback = fallback
+        self.deadline_s = deadline_s
+        self.fallbacks: Counter[str] = Counter()
+        policy.reset(1, seed)
+        fallback.reset(1, seed)
+        self._worker = None if isinstance(policy, CompiledPolicy) else ThreadPoolExecutor(1, "policy")
+
+    def choose(self, view: FleetView) -> int:
+        """The slot chosen, or `NONE`."""
+        try:
+            choice = self._asked(view)
+        except FutureTimeoutError:
+            reason = "timeout"
+        except Exception as error:  # a policy is a plug-in: whatever it raises must not stop the dispatcher
+            reason = type(error).__name__
+        else:
+            if _is_legal(choice, view):
+                return choice
+            reason = "illegal choice"
+        self.fallbacks[reason] += 1
+        if int(view.fleet["kind"][0]) not in kinds_of(self.fallback):
+            return NONE
+        choice = int(self.fallback.decide(view).choice[0])
+        return choice if _is_legal(choice, view) else NONE
+
+    def _asked(self, view: FleetView) -> int:
+        if self._worker is None:
+            return int(self.policy.decide(view).choice[0])
+        copy = FleetView(view.instances.copy(), view.request.copy(), view.fleet.copy())
+        start_s = time.monotonic()
+        future = self._worker.submit(lambda: self.policy.decide(copy).choice[0])
+        choice = int(future.result(timeout=self.deadline_s))
+        if time.monotonic() - start_s > self.deadline_s:
+            raise FutureTimeoutError
+        return choice
+
+
+def _is_legal(choice: int, view: FleetView) -> bool:
+    if choice == NONE:
+        return bool(view.fleet["may_hold"][0])
+    instances = view.instances[0]
+    return 0 <= choice < len(instances) and bool(instances["candidate"][choice])

@@ -1,0 +1,465 @@
+"""The dispatcher: takes clients' requests, asks the policy, moves what runs, and survives its engines."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import ssl
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+
+from fleetpilot.baselines import load_policy
+from fleetpilot.dispatcher import metrics, telemetry
+from fleetpilot.dispatcher.config import ServeConfig
+from fleetpilot.dispatcher.engine import Engine, EngineState
+from fleetpilot.dispatcher.fleet import Fleet, RequestFacts
+from fleetpilot.dispatcher.http.client import HttpClient
+from fleetpilot.dispatcher.http.server import Exchange, Headers, HttpServer, Limits, error_body, serve
+from fleetpilot.dispatcher.migration import Migration, migrate
+from fleetpilot.dispatcher.policy_host import PolicyHost
+from fleetpilot.dispatcher.prompts import Prompts
+from fleetpilot.dispatcher.relay import Relay
+from fleetpilot.dispatcher.requests import CHAT, COMPLETIONS, ApiRequest, BadRequest, parse_request
+from fleetpilot.fleet.policy import CompiledPolicy, Policy
+from fleetpilot.fleet.profiles import load_profile
+from fleetpilot.fleet.slo import CHAT as CHAT_SLO
+from fleetpilot.fleet.view import KIND_SOURCE, NONE
+
+_LOG = logging.getLogger("fleetpilot.dispatcher")
+
+_FAILURES_IN_A_ROW = 5
+_OPEN_S = 5.0
+"""An engine that failed so many calls in a row gets none for so long."""
+_LEAST_RETRIES = 10
+"""That may always be made, so that a quiet dispatcher can retry at all."""
+_BUSY_S = 0.2
+"""An engine that admits no more, and does not say for how long, is left alone for this time."""
+_LONGEST_BUSY_S = 30.0
+_FILE_S = 1.0
+
+
+class Dispatcher:
+    """A server in front of engines.
+
+    Args:
+        config: see `ServeConfig`.
+        policy: instead of `config.policy`.
+
+    Raises:
+        ValueError: a policy, profile or URL is not known or malformed.
+
+    Attributes:
+        fleet: engines and what is known of them.
+        at: by slot, the requests that an engine serves, by request id, in the order they came to it.
+        counts: what happened so far, by name.
+        downtimes_s: of the latest migrations.
+        migrations: that go on.
+    """
+
+    def __init__(self, config: ServeConfig, policy: Policy | None = None):
+        if not (config.engines or config.engines_file):
+            raise ValueError("engines: got none, expected at least one URL, or engines_file, or emulate")
+        self.config = config
+        fallback = load_policy(config.fallback)
+        if not isinstance(fallback, CompiledPolicy):
+            raise ValueError(f"fallback = {config.fallback!r}: expected a compiled baseline")
+        host = PolicyHost(policy or load_policy(config.policy), fallback, config.decision_deadline_s, config.seed)
+        self.fleet = Fleet(load_profile(config.profile), host, CHAT_SLO, config.seed)
+        self.at: list[dict[str, Relay]] = []
+        self.counts: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self.downtimes_s: deque[float] = deque(maxlen=10_000)
+        self.migrations: set[Migration] = set()
+        self.prompts = Prompts(self)
+        self._held: deque[Relay] = deque()
+        self._homeless: deque[Relay] = deque()  # whose engine failed, waiting for another
+        self._placing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: HttpServer | None = None
+        self._mean_output_tokens = 256.0
+        self._keys = [key.encode() for key in config.api_keys]
+        self._engine_key = config.engine_api_key.encode()
+
+        for url in config.engines:
+            self._add(url)
+
+    @property
+    def tracks(self) -> bool:
+        """Whether streams are followed token by token, so that they can go on elsewhere."""
+        return self.config.failover or self.config.migration
+
+    @property
+    def port(self) -> int:
+        """That it listens on."""
+        assert self._server is not None
+        return self._server.port
+
+    async def start(self) -> None:
+        """Listen, and watch the engines.
+
+        Raises:
+            OSError: the address cannot be bound, or a certificate not be read.
+        """
+        config = self.config
+        tls = None
+        if config.tls_cert:
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(config.tls_cert, config.tls_key)
+        limits = Limits(body_bytes=config.max_body_bytes, connections=config.max_connections)
+        self._server = await serve(self.handle, config.host, config.port, limits=limits, tls=tls)
+        for engine in self.fleet.engines:
+            self._run(telemetry.watch(self, engine))
+        if config.engines_file:
+            self.read_engines_file()
+            self._run(self._every(_FILE_S, self.read_engines_file))
+        self._run(self._every(config.hold_interval_s, self._tick))
+        if config.migration and KIND_SOURCE in self.fleet.host.kinds:
+            self._run(self._every(config.rebalance_interval_s, self.rebalance))
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take no new requests, let those on their way end for `grace_s`, then cut the rest."""
+        if self._server is not None:
+            await self._server.close(grace_s)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for engine in self.fleet.engines:
+            engine.client.close()
+
+    async def ready(self, engines: int, timeout_s: float) -> None:
+        """Wait until so many engines are ready.
+
+        Raises:
+            TimeoutError: they are not in time.
+        """
+        async with asyncio.timeout(timeout_s):
+            while sum(engine.state == EngineState.READY for engine in self.fleet.engines) < engines:
+                await asyncio.sleep(0.02)
+
+    def _run(self, coroutine: object) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _LOG.error("a task of the dispatcher failed", exc_info=task.exception())
+
+    async def _every(self, interval_s: float, act: Callable[[], None]) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            act()
+
+    # engines come and go
+
+    def _add(self, url: str) -> Engine:
+        engine = self.fleet.add(url)
+        self.at += [{} for _ in range(len(self.fleet.engines) - len(self.at))]
+        return engine
+
+    def read_engines_file(self) -> None:
+        """Bring the fleet in line with the file. One that cannot be read changes nothing."""
+        try:
+            lines = Path(self.config.engines_file).read_text().splitlines()
+            urls = dict.fromkeys(line.strip().rstrip("/") for line in lines if line.strip() and line.strip()[0] != "#")
+            for url in urls:
+                HttpClient(url)
+        except (OSError, ValueError) as error:
+            self.counts["unreadable_engine_files"] += 1
+            if self.counts["unreadable_engine_files"] == 1:
+                _LOG.warning("engines_file: %s", error)
+            return
+        self.set_engines(list(urls))
+
+    def set_engines(self, urls: list[str]) -> None:
+        """These engines, and no others: new ones join, the others drain and leave."""
+        there = {engine.url: engine for engine in self.fleet.engines if engine.state != EngineState.ABSENT}
+        for url in urls:
+            if url not in there:
+                self._run(telemetry.watch(self, self._add(url)))
+            elif there[url].leaving:
+                there[url].leaving = False
+                if there[url].state == EngineState.DRAINING:
+                    self.fleet.set_state(there[url], EngineState.READY)
+        for url, engine in there.items():
+            if url not in urls and not engine.leaving:
+                _LOG.info("engine %d (%s) drains", engine.slot, engine.url)
+                engine.leaving = True
+                if engine.state == EngineState.READY:
+                    self.fleet.set_state(engine, EngineState.DRAINING)
+
+    def engine_left(self, engine: Engine) -> None:
+        """An engine that drained is gone."""
+        _LOG.info("engine %d (%s) is gone", engine.slot, engine.url)
+        self.fleet.set_state(engine, EngineState.ABSENT)
+        self.fleet.forget_poll(engine)
+        engine.client.close()
+
+    # clients
+
+    def handle(self, exchange: Exchange) -> None:
+        """A client's request."""
+        route = _ROUTES.get((exchange.method, exchange.path))
+        if route is None:
+            known = any(path == exchange.path for _, path in _ROUTES)
+            status, message = (405, "Method Not Allowed") if known else (404, "Not Found")
+            exchange.respond(status, error_body(message, "NotFoundError", status))
+        elif exchange.path.startswith("/v1/") and not self._is_authorised(exchange):
+            exchange.respond(401, error_body("Unauthorized", "AuthenticationError", 401))
+        else:
+            route(self, exchange)
+
+    def _is_authorised(self, exchange: Exchange) -> bool:
+        if not self._keys:
+            return True
+        presented = (exchange.header(b"authorization") or b"").removeprefix(b"Bearer ")
+        return any([hmac.compare_digest(presented, key) for key in self._keys])
+
+    def engine_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """A request's headers, with the engines' key in place of the client's."""
+        if self._engine_key or self._keys:
+            headers = [(name, value) for name, value in headers if name != b"authorization"]
+        if self._engine_key:
+            headers = [*headers, (b"authorization", b"Bearer " + self._engine_key)]
+        return list(headers)
+
+    def _serve_models(self, exchange: Exchange) -> None:
+        models: dict[str, dict[str, object]] = {}
+        for engine in self.fleet.engines:
+            if engine.serves and engine.capabilities is not None:
+                for name in engine.capabilities.models:
+                    models.setdefault(
+                        name,
+                        {
+                            "id": name,
+                            "object": "model",
+                            "created": int(time.time()),
+                            "owned_by": "vllm",
+                            "max_model_len": engine.capabilities.max_model_len,
+                        },
+                    )
+        exchange.respond(200, orjson.dumps({"object": "list", "data": list(models.values())}))
+
+    def _serve_health(self, exchange: Exchange) -> None:
+        exchange.respond(200, b"", b"text/plain")
+
+    def _serve_ready(self, exchange: Exchange) -> None:
+        states = [engine.state.name.lower() for engine in self.fleet.engines]
+        body = orjson.dumps({"engines": states})
+        exchange.respond(200 if any(engine.serves for engine in self.fleet.engines) else 503, body)
+
+    def _serve_metrics(self, exchange: Exchange) -> None:
+        exchange.respond(200, metrics.exposition(self), b"text/plain; version=0.0.4; charset=utf-8")
+
+    def _serve_answer(self, exchange: Exchange) -> None:
+        try:
+            request = parse_request(
+                exchange.path, exchange.body, exchange.header(b"x-vllm-priority"), exchange.header(b"x-request-id")
+            )
+        except BadRequest as error:
+            exchange.respond(400, error_body(error.message, "BadRequestError", 400))
+            return
+        self.counts["requests"] += 1
+        self.prompts.measure(exchange, request, self._admit)
+
+    def _admit(self, exchange: Exchange, request: ApiRequest, facts: RequestFacts) -> None:
+        if exchange.closed:
+            return
+        most = request.max_tokens
+        facts.predicted_output_tokens = (
+            self._mean_output_tokens if most is None else min(self._mean_output_tokens, max(most, 1))
+        )
+        relay = Relay(self, exchange, request, facts)
+        if self._held or not relay.place():
+            self._held.append(relay)
+            self.fleet.held = len(self._held)
+
+    # what relays tell
+
+    def serves(self, relay: Relay, streamed_tokens: int) -> None:
+        """The relay's request was sent to its engine, with the KV cache of so many tokens of its answer there."""
+        self.at[relay.slot][relay.facts.request_id] = relay
+        self.fleet.dispatched(relay.facts, relay.slot)
+        if streamed_tokens:
+            self.fleet.ledger.tokens(relay.facts.request_id, streamed_tokens)
+
+    def leaves(self, relay: Relay) -> None:
+        """The relay's request is not at its engine any more."""
+        if relay.slot != NONE and self.at[relay.slot].pop(relay.facts.request_id, None) is not None:
+            self.fleet.ledger.end(relay.facts.request_id)
+
+    def on_end(self, relay: Relay, outcome: str) -> None:
+        """The relay has ended."""
+        self.leaves(relay)
+        self.outcomes[outcome] += 1
+        if outcome == "finished" and relay.tokens:
+            self._mean_output_tokens += 0.02 * (relay.tokens - self._mean_output_tokens)
+        if relay in self._held:
+            self._held.remove(relay)
+        if relay in self._homeless:
+            self._homeless.remove(relay)
+        self.fleet.held = len(self._held)
+        self.place_held()
+
+    def on_resumed(self, relay: Relay, migration: Migration) -> None:
+        """The first token of a relay's request came from its destination."""
+        relay.moved_by = None
+        migration.resumed_s = time.monotonic()
+        self.downtimes_s.append(migration.resumed_s - migration.stopped_s)
+
+    def may_retry(self) -> bool:
+        """Whether the budget of retries allows one more."""
+        return self.counts["retries"] < _LEAST_RETRIES + self.config.retry_share * self.counts["requests"]
+
+    def on_engine_failure(self, engine: Engine, reason: str, *, admission: bool, headers: Headers) -> None:
+        """A call to an engine failed. An engine that admits no more is not ill."""
+        now_s = time.monotonic()
+        if admission:
+            self.counts["admission_rejections"] += 1
+            engine.busy_until_s = now_s + _retry_after_s(headers)
+            return
+        self.counts["engine_failures"] += 1
+        engine.failures += 1
+        _LOG.warning("engine %d (%s): %s", engine.slot, engine.url, reason)
+        if engine.failures >= _FAILURES_IN_A_ROW:
+            engine.failures = 0
+            engine.open_until_s = now_s + _OPEN_S
+            self.counts["breaker_openings"] += 1
+
+    def engine_is_gone(self, engine: Engine, reason: str) -> None:
+        """An engine serves no more: its requests go on elsewhere, or fail."""
+        _LOG.warning("engine %d (%s) has failed: %s", engine.slot, engine.url, reason)
+        self.counts["engines_lost"] += 1
+        self.fleet.set_state(engine, EngineState.FAILED)
+        for relay in list(self.at[engine.slot].values()):
+            relay.engine_broke(reason)
+
+    # placing what waits
+
+    def go_on_elsewhere(self, relay: Relay, failed: int) -> None:
+        """A request lost its engine."""
+        self.counts["failovers"] += 1
+        relay.homeless_since_s = time.monotonic()
+        if not self._resume(relay, frozenset((failed,))):
+            self._homeless.append(relay)
+
+    def _resume(self, relay: Relay, without: frozenset[int]) -> bool:
+        slot = self.fleet.choose_dispatch(relay.facts_now(), False, without)
+        return slot != NONE and relay.go_on_at(slot)
+
+    def place_held(self) -> None:
+        """Ask again for what waits: streams without an engine first, then requests in order."""
+        if self._placing:
+            return
+        self._placing = True
+        try:
+            self._place_homeless()
+            self._place_held()
+        finally:
+            self._placing = False
+
+    def _place_homeless(self) -> None:
+        for relay in list(self._homeless):
+            if self._resume(relay, frozenset()):
+                self._homeless.remove(relay)
+            elif time.monotonic() - relay.homeless_since_s > self.config.max_hold_s:
+                self._homeless.remove(relay)
+                relay.fail(503, f"its engine failed, and no other took it within {self.config.max_hold_s:g} s")
+
+    def _place_held(self) -> None:
+        while self._held:
+            relay = self._held[0]
+            if not relay.place():
+                return
+            if self._held and self._held[0] is relay:  # one that is given up takes itself out
+                self._held.popleft()
+            self.fleet.held = len(self._held)
+
+    def _tick(self) -> None:
+        if self._held or self._homeless:
+            self.place_held()
+
+    # moving what runs
+
+    def rebalance(self) -> None:
+        """Ask the policy for pairs until it has no more."""
+        asked: set[int] = set()
+        while len(self.migrations) < self.config.max_migrations:
+            source = self.fleet.choose_source(lambda engine: engine.slot not in asked and self._may_leave(engine))
+            if source == NONE:
+                return
+            asked.add(source)
+            engine = self.fleet.engines[source]
+            relay = self._leaving(engine)
+            if relay is None:
+                continue
+            destination = self.fleet.choose_destination(source, self._may_move_to)
+            if destination != NONE:
+                self.move(relay, destination)
+
+    def move(self, relay: Relay, destination: int) -> Migration:
+        """Begin to move a running request."""
+        migration = Migration(relay, relay.engine, self.fleet.engines[destination])
+        self.migrations.add(migration)
+        self._mark_migrating()
+        self._run(self._migrate(migration))
+        return migration
+
+    async def _migrate(self, migration: Migration) -> None:
+        try:
+            await migrate(self, migration)
+        finally:
+            self.counts[f"migrations {migration.outcome or 'cancelled'}"] += 1
+            self.migrations.discard(migration)
+            self._mark_migrating()
+
+    def _mark_migrating(self) -> None:
+        busy = self._in_migration()
+        for engine in self.fleet.engines:
+            self.fleet.set_migrating(engine.slot, engine.slot in busy)
+
+    def _in_migration(self) -> set[int]:
+        return {engine.slot for m in self.migrations for engine in (m.source, m.destination)}
+
+    def _may_leave(self, engine: Engine) -> bool:
+        return (
+            engine.serves
+            and engine.capabilities is not None
+            and engine.capabilities.kv_transfer
+            and engine.slot not in self._in_migration()
+            and self._leaving(engine) is not None
+        )
+
+    def _may_move_to(self, engine: Engine) -> bool:
+        return (
+            engine.capabilities is not None
+            and engine.capabilities.kv_transfer
+            and engine.slot not in self._in_migration()
+        )
+
+    def _leaving(self, engine: Engine) -> Relay | None:
+        """The request that leaves an engine: the last to come that decodes and can move."""
+        return next((relay for relay in reversed(self.at[engine.slot].values()) if relay.movable), None)
+
+
+def _retry_after_s(headers: Headers) -> float:
+    for name, value in headers:
+        if name == b"retry-after" and value.isdigit():
+            return min(float(value), _LONGEST_BUSY_S)
+    return _BUSY_S
+
+
+_ROUTES: dict[tuple[str, str], Callable[[Dispatcher, Exchange], None]] = {
+    ("POST", COMPLETIONS): Dispatcher._serve_answer,
+    ("POST", CHAT): Dispatcher._serve_answer,
+    ("GET", "/v1/models"): Dispatcher._serve_models,
+    ("GET", "/health"): Dispatcher._serve_health,
+    ("GET", "/ready"): Dispatcher._serve_ready,
+    ("GET", "/metrics"): Dispatcher._serve_metrics,
+}

@@ -1,0 +1,138 @@
+"""``fleetpilot serve``: the dispatcher's command line, whose options are the fields of its configuration."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import inspect
+import json
+import logging
+import re
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, get_origin, get_type_hints
+
+EXAMPLES = """examples:
+  fleetpilot serve --emulate 4
+  fleetpilot serve --engines http://127.0.0.1:8001 http://127.0.0.1:8002 --policy llumnix
+  fleetpilot serve --engines http://127.0.0.1:8001 http://127.0.0.1:8002 --check
+  FLEETPILOT_SERVE_API_KEYS=secret fleetpilot serve --config fleet.toml
+"""
+
+_GRACE_S = 30.0
+_IN_FILES_ONLY = ("api_keys", "engine_api_key")
+"""Secrets: an argument could be read by everyone on the machine."""
+
+
+def add_serve(command: Callable[..., Any], commands: Any) -> None:
+    """Add the subcommand."""
+    from fleetpilot.dispatcher.config import ServeConfig
+
+    parser = command(commands, "serve", run_serve, "serve the OpenAI API in front of vLLM engines", EXAMPLES)
+    parser.add_argument("--config", metavar="FILE", help="TOML file with the same settings; flags go before it")
+    parser.add_argument("--check", action="store_true", help="say what will not work with these engines, and stop")
+    parser.add_argument("--json", action="store_true", help="with --check: print JSON")
+    kinds, meanings = get_type_hints(ServeConfig), _meanings(ServeConfig)
+    for field in dataclasses.fields(ServeConfig):
+        if field.name in _IN_FILES_ONLY:
+            continue
+        kind, flag = kinds[field.name], "--" + field.name.replace("_", "-")
+        help_text = f"{meanings[field.name]} (default: {field.default})".replace("%", "%%")
+        if get_origin(kind) is tuple:
+            parser.add_argument(flag, nargs="+", metavar="URL", help=meanings[field.name])
+        elif kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=help_text)
+        else:
+            parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=help_text)
+
+
+def _meanings(config: type) -> dict[str, str]:
+    """What the docstring's list of attributes says of each."""
+    text = (inspect.getdoc(config) or "").partition("Attributes:\n")[2]
+    return {
+        name: " ".join(words.split()).rstrip(".")
+        for name, words in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.M)
+    }
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """Serve until interrupted.
+
+    Returns:
+        The exit status: with ``--check`` 1 if something will not work.
+    """
+    from fleetpilot.dispatcher.config import ServeConfig, load_config
+
+    names = {field.name for field in dataclasses.fields(ServeConfig)}
+    flags = {name: value for name, value in vars(arguments).items() if name in names}
+    if flags.get("engines"):
+        flags["engines"] = tuple(flags["engines"])
+    config = load_config(flags, arguments.config)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    if arguments.check:
+        return _check(config, as_json=arguments.json)
+    _run(_serve(config))
+    return 0
+
+
+def _run(main: Any) -> Any:
+    try:
+        import uvloop
+    except ModuleNotFoundError:  # not on Windows
+        return asyncio.run(main)
+    return uvloop.run(main)
+
+
+def _check(config: Any, *, as_json: bool) -> int:
+    from fleetpilot.dispatcher.check import check
+
+    findings = _run(check(config))
+    if as_json:
+        print(json.dumps({"config": config.public(), "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
+    else:
+        for finding in findings:
+            print(f"{'ok  ' if finding.works else 'FAIL'} {finding.engine or 'fleet'}: {finding.text}")
+    return 0 if all(finding.works for finding in findings) else 1
+
+
+async def _serve(config: Any) -> None:
+    from fleetpilot.dispatcher.service import Dispatcher
+
+    emulated = None
+    if config.emulate:
+        config, emulated = await _emulated(config)
+    dispatcher = Dispatcher(config)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    await dispatcher.start()
+    scheme = "https" if config.tls_cert else "http"
+    engines = f"{len(config.engines)} engines" if config.engines else f"the engines of {config.engines_file}"
+    print(f"serving {engines} with {config.policy} at {scheme}://{config.host}:{dispatcher.port}/v1", flush=True)
+    try:
+        await stopped.wait()
+        print("requests on their way may end; interrupt again to stop at once", file=sys.stderr)
+        stopped.clear()
+        drained = asyncio.create_task(dispatcher.stop(grace_s=_GRACE_S))
+        await asyncio.wait((drained, asyncio.create_task(stopped.wait())), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await dispatcher.stop()
+        if emulated is not None:
+            await emulated.stop()
+
+
+async def _emulated(config: Any) -> tuple[Any, Any]:
+    """Emulated engines, listening, and the configuration with their URLs."""
+    from fleetpilot.dispatcher.emulator.engine import warm_up
+    from fleetpilot.dispatcher.emulator.fleet import EmulatedFleet
+    from fleetpilot.fleet.profiles import load_profile
+
+    profiles = [load_profile(config.profile)] * config.emulate
+    print("compiling the emulated engines' scheduler; the first time takes a minute", file=sys.stderr)
+    warm_up(profiles)
+    emulated = EmulatedFleet(profiles)
+    await emulated.start()
+    return dataclasses.replace(config, emulate=0, engines=tuple(emulated.urls)), emulated
