@@ -179,6 +179,7 @@ class Engine:
         job.ended = True
         if job.slot == NIL:
             self._forget(job)
+            self._begin_pulls()
             return
         self._dropped.append(job)
         if self._instance["doing"] == IDLE:
@@ -294,14 +295,13 @@ class Engine:
         """Jobs that have been admitted hold their blocks themselves."""
         if not self._fetched:
             return
-        waiting = []
+        # where such blocks are all that keeps others from being admitted, nobody would ever be
+        stuck = self._instance["doing"] == IDLE
         for job in self._fetched:
-            if job.hold != NIL and not math.isnan(self._state.slot[job.slot]["admitted_s"]):
+            if job.hold != NIL and (stuck or not math.isnan(self._state.slot[job.slot]["admitted_s"])):
                 self.release(job.hold, self.time_s)
                 job.hold = NIL
-            if job.hold != NIL:
-                waiting.append(job)
-        self._fetched = waiting
+        self._fetched = [job for job in self._fetched if job.hold != NIL]
 
     def _hold(self, path: NDArray[np.int32], blocks: int, partial: int = 0) -> int:
         """Pin a sequence's first blocks, and `partial` of its own; `NIL` if they are not free, or there are none."""

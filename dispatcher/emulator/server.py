@@ -290,6 +290,8 @@ class EmulatedEngine:
             if job.ended:
                 self._end(running)
             answer.advance(choice, last)
+            if answer.open == 0:
+                self._exchanges.discard(answer.exchange)
 
         job = Job(choice.prompt, choice.tokens, on_tokens, generation.priority, generation.salt)
         job.keep = bool(generation.kv.get("do_remote_decode"))
@@ -324,8 +326,6 @@ class EmulatedEngine:
         same.remove(running)
         if not same:
             del self._requests[running.name]
-        if not any(other.job is not running.job and not other.job.ended for other in same):
-            self._exchanges.discard(running.answer.exchange)
         return True
 
     def _end(self, running: _Running) -> None:
@@ -348,6 +348,8 @@ class EmulatedEngine:
         self.metrics.ended["abort"] += 1
         if tell:
             running.answer.abort(running.choice)
+            if running.answer.open == 0:
+                self._exchanges.discard(running.answer.exchange)
 
     def _fail(self, running: _Running, message: str) -> None:
         """The request, all its choices, ends in an error."""
@@ -356,6 +358,7 @@ class EmulatedEngine:
             self._forget(other)
             self.engine.abort(other.job, self._catch_up())
         running.answer.fail(message)
+        self._exchanges.discard(running.answer.exchange)
 
     # --- blocks that other engines pull, or that are pulled ----------------------------------------------------------
 

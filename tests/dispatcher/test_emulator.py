@@ -143,7 +143,7 @@ def test_several_prompts_and_choices_share_a_stream(emulate: Start) -> None:
     fleet = emulate()
     body = {"prompt": ["one", "two"], "n": 2, "max_tokens": 4, "ignore_eos": True, "temperature": 1.0}
     texts = [""] * 4
-    reasons = [None] * 4
+    reasons: list[str | None] = [None] * 4
     for event in fleet.stream("/v1/completions", body):
         choice = event["choices"][0]
         texts[choice["index"]] += choice["text"]

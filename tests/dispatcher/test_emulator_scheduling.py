@@ -170,6 +170,46 @@ def test_a_pull_waits_for_free_blocks() -> None:
     assert started == [330]
 
 
+def test_pulled_blocks_cannot_keep_each_other_out() -> None:
+    client = Client(Engine(PROFILE.replace(kv_blocks=36)))
+    jobs = [client.job(tokens(18 * 32, i), tokens(3)) for i in range(2)]
+    for job in jobs:
+        client.engine.pull(job, 18 * 32, 0.0, lambda job, missing: None)
+    assert client.engine.used_blocks == 36
+    for job in jobs:
+        client.engine.end_pull(job, True, 1.0)
+    client.until(math.inf)
+    assert [len(client.came[job]) for job in jobs] == [3, 3]
+    assert client.engine.used_blocks == 0
+    conservation.check(client.engine.state)
+
+
+def test_any_number_of_requests_may_wait() -> None:
+    client = Client(Engine(PROFILE))
+    jobs = [client.job(tokens(200, i), tokens(2)) for i in range(600)]
+    for job in jobs:
+        client.engine.submit(job, 0.0)
+    conservation.check(client.engine.state)
+    client.until(math.inf)
+    assert all(len(client.came[job]) == 2 for job in jobs)
+    conservation.check(client.engine.state)
+
+
+def test_what_was_seen_long_ago_takes_no_memory() -> None:
+    client = Client(Engine(PROFILE))
+    before = len(client.engine.state.node)
+    for i in range(300):
+        job = client.job(tokens(320, i), tokens(2))
+        client.engine.submit(job, client.engine.time_s)
+        client.until(math.inf)
+    assert len(client.engine.state.node) == before
+    again = client.job(tokens(320, 299), tokens(2))
+    client.engine.submit(again, client.engine.time_s)
+    client.until(math.inf)
+    assert again.cached_tokens == 288
+    conservation.check(client.engine.state)
+
+
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["submit", "submit", "submit", "keep", "pull", "abort", "release", "land", "fail"]),
