@@ -117,7 +117,7 @@ async def learn(engine: LiveEngine, given: Given) -> Facts:
         kv_bytes_per_token=kv_bytes,
         tp=int(said.get("tp", 1)),
         prefix_cache=_PREFIX_CACHING.findall(text) != ["False"],
-        priority=capabilities.priority,
+        priority=capabilities.priority is True,
         kv_transfer=capabilities.kv_transfer,
         sources=sources,
     )

@@ -167,7 +167,7 @@ class LiveEngine:
             MeasureError: it was not answered, or refused.
         """
         body = self._body(prompt, 1) | fields
-        if self.capabilities is not None and self.capabilities.priority:
+        if self.capabilities is not None and self.capabilities.priority is not False:
             body["priority"] = PROBE_PRIORITY
         answer = orjson.loads(await self.fetch("POST", COMPLETIONS, orjson.dumps(body)))
         return answer if isinstance(answer, dict) else {}

@@ -235,7 +235,7 @@ async def _profiles(setup: Setup, engines: Sequence[LiveEngine]) -> list[Hardwar
                 kv_blocks=int(metrics.kv_capacity_blocks or profile.kv_blocks),
                 block_size=int(metrics.block_size or profile.block_size),
                 max_model_len=limit,
-                priority_order=capabilities.priority,
+                priority_order=capabilities.priority is True,
             )
         )
     return profiles

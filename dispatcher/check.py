@@ -79,13 +79,22 @@ def _judge(engine: Engine, answer: Capabilities | str) -> list[Finding]:
                 '\'{"kv_connector":"NixlConnector","kv_role":"kv_both"}\' and prefix caching',
             )
         )
-    if not answer.priority:
+    if answer.priority is None:
+        found.append(
+            Finding(
+                engine.url,
+                True,
+                "whether it schedules by priority cannot be seen from outside; without --scheduling-policy priority a "
+                "migration from a full engine queues behind its line",
+            )
+        )
+    elif not answer.priority:
         found.append(
             Finding(
                 engine.url,
                 False,
-                "requests' priorities are passed on as they are, and migration from a full engine queues behind its "
-                "line: it does not schedule by priority. Start it with --scheduling-policy priority",
+                "priorities are ignored, and a migration from a full engine queues behind its line: it does not "
+                "schedule by priority. Start it with --scheduling-policy priority",
             )
         )
     if not answer.tokenize:

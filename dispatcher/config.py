@@ -38,9 +38,11 @@ class ServeConfig:
         rebalance_interval_s: between two questions whether requests should move.
         migration: running requests may move.
         failover: running requests go on elsewhere when their engine fails.
+        client_kv_transfer: clients may send ``kv_transfer_params`` of their own; wrong ones can kill an engine.
         max_migrations: most at the same time; every instance takes part in one at a time.
         probe_deadline_s: a source that has not pinned the blocks by then is left alone.
-        copy_deadline_s: a destination that has not pulled them by then is given up.
+        copy_deadline_s: a destination that has not pulled them by then is given up. At most 25: a source holds pinned
+            blocks for 30 s, and a copy that comes later reads whatever is there then, without a word.
         max_stages: copies of a migration before the request stops.
         last_stage_tokens: it stops when no more than so many are left to copy.
         max_hold_s: a request may wait this long for an engine.
@@ -70,6 +72,7 @@ class ServeConfig:
     rebalance_interval_s: float = 0.2
     migration: bool = True
     failover: bool = True
+    client_kv_transfer: bool = False
     max_migrations: int = 8
     probe_deadline_s: float = 2.0
     copy_deadline_s: float = 20.0
@@ -95,7 +98,7 @@ class ServeConfig:
             ("poll_interval_s", 0.01, 60.0),
             ("rebalance_interval_s", 0.01, 3600.0),
             ("probe_deadline_s", 0.01, 3600.0),
-            ("copy_deadline_s", 0.01, 3600.0),
+            ("copy_deadline_s", 0.01, 25.0),
             ("max_hold_s", 0.0, 86_400.0),
             ("hold_interval_s", 0.001, 60.0),
             ("decision_deadline_s", 0.001, 60.0),

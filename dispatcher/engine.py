@@ -35,7 +35,8 @@ class Capabilities:
         models: served names.
         max_model_len: most tokens of a request, prompt and answer; None if it does not say.
         kv_transfer: it exports KV blocks (a KV connector such as NIXL is configured): live migration works.
-        priority: it schedules by priority.
+        priority: it schedules by priority; None if it does not say. Without ``--scheduling-policy priority`` vLLM takes
+            any priority and ignores it, and only ``/server_info`` of its development mode tells.
         scale_out: ``/inference/v1/...`` is open (``--enable-scale-out``).
         tokenize: ``/tokenize`` answers.
         fingerprint: ``system_fingerprint`` of its answers; None if they have none.
@@ -45,7 +46,7 @@ class Capabilities:
     models: tuple[str, ...]
     max_model_len: int | None
     kv_transfer: bool
-    priority: bool
+    priority: bool | None
     scale_out: bool
     tokenize: bool
     fingerprint: str | None
@@ -115,7 +116,7 @@ async def ask_capabilities(engine: Engine, headers: list[tuple[bytes, bytes]], t
     )
     if export.status != 200:
         raise ValueError(f"engine {engine.url}: a request of one token was answered {export.status}, expected 200")
-    urgent = await ask("POST", "/v1/completions", one_token | {"priority": PROBE_PRIORITY})
+    info = await ask("GET", "/server_info?config_format=json")
     abort = await ask("POST", "/inference/v1/abort_requests", {"request_ids": []})
     tokenize = await ask("POST", "/tokenize", {"model": models[0]["id"], "prompt": "a"})
     return Capabilities(
@@ -123,11 +124,18 @@ async def ask_capabilities(engine: Engine, headers: list[tuple[bytes, bytes]], t
         models=tuple(str(model["id"]) for model in models),
         max_model_len=models[0].get("max_model_len"),
         kv_transfer=bool(_json(export).get("kv_transfer_params")),
-        priority=urgent.status == 200,
+        priority=_schedules_by_priority(info),
         scale_out=abort.status == 200,
         tokenize=tokenize.status == 200,
         fingerprint=_json(export).get("system_fingerprint"),
     )
+
+
+def _schedules_by_priority(info: Answer) -> bool | None:
+    config = _json(info).get("vllm_config")
+    scheduler = config.get("scheduler_config") if isinstance(config, dict) else None
+    policy = scheduler.get("policy") if isinstance(scheduler, dict) else None
+    return None if policy is None else policy == "priority"
 
 
 def _models(engine: Engine, listing: Answer) -> list[dict[str, Any]]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from fleetpilot.dispatcher.relay import Relay
     from fleetpilot.dispatcher.service import Dispatcher
 
+_NEEDED = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+"""Without one of these the copy hangs, and ending it kills the destination's engine."""
 _LONGEST_WAIT_FOR_A_WHOLE_CHARACTER_S = 1.0
 
 
@@ -113,7 +115,7 @@ async def _pin(dispatcher: Dispatcher, migration: Migration, token_ids: list[int
         dispatcher, migration, migration.source, token_ids, body, dispatcher.config.probe_deadline_s, "probe"
     )
     params = answer.get("kv_transfer_params")
-    if not isinstance(params, dict):
+    if not (isinstance(params, dict) and all(params.get(name) is not None for name in _NEEDED)):
         raise Aborted("nothing pinned")
     return params
 
@@ -143,7 +145,7 @@ async def _one_token(
     request = migration.relay.request.fields
     body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0, "ignore_eos": True} | fields
     body |= {name: request[name] for name in ("model", "cache_salt") if request.get(name) is not None}
-    if engine.capabilities is not None and engine.capabilities.priority:
+    if engine.capabilities is not None and engine.capabilities.priority is not False:
         body["priority"] = PROBE_PRIORITY
     headers = dispatcher.engine_headers(migration.relay.authorization)
     try:

@@ -105,7 +105,7 @@ class Relay:
         engine = self.dispatcher.fleet.engines[slot]
         if self.answer is not None and engine.capabilities is not None:
             self.answer.fingerprint = engine.capabilities.fingerprint
-        knows_priorities = engine.capabilities is not None and engine.capabilities.priority
+        knows_priorities = engine.capabilities is not None and engine.capabilities.priority is not False
         body = self.request.engine_body(tracked=self.answer is not None, priority=knows_priorities)
         self.dispatcher.counts["dispatched"] += 1
         self._serve_at(slot, self.request.route, body)
@@ -278,7 +278,7 @@ class Relay:
             token_ids,
             len(self.answer.output_ids),
             capabilities.max_model_len if capabilities else None,
-            priority=capabilities is not None and capabilities.priority,
+            priority=capabilities is not None and capabilities.priority is not False,
         )
         if body is None:
             return False

@@ -265,6 +265,12 @@ class Dispatcher:
         except BadRequest as error:
             exchange.respond(400, error_body(error.message, "BadRequestError", 400))
             return
+        if request.fields.get("kv_transfer_params") is not None and not self.config.client_kv_transfer:
+            message = (
+                "kv_transfer_params: expected none, wrong ones can kill an engine (client_kv_transfer allows them)"
+            )
+            exchange.respond(400, error_body(message, "BadRequestError", 400))
+            return
         self.counts["requests"] += 1
         self.prompts.measure(exchange, request, self._admit)
 

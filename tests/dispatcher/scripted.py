@@ -108,6 +108,9 @@ class ScriptedEngine:
             exchange.respond(200, orjson.dumps({"data": [{"id": "tiny", "max_model_len": 8192}]}))
         elif exchange.path == "/version":
             exchange.respond(200, b'{"version":"0.32.0"}')
+        elif exchange.path == "/server_info":
+            policy = "priority" if self.priorities else "fcfs"
+            exchange.respond(200, orjson.dumps({"vllm_config": {"scheduler_config": {"policy": policy}}}))
         elif exchange.path == "/tokenize":
             body = orjson.loads(exchange.body)
             exchange.respond(200, orjson.dumps({"tokens": _tokens(body)}))
@@ -122,11 +125,6 @@ class ScriptedEngine:
         probing = body.get("kv_transfer_params") is not None
         if body.get("max_tokens") != 1 or probing:
             self.seen.append((body, dict(exchange.headers)))
-        if body.get("priority") and not self.priorities:
-            exchange.respond(
-                400, error_body("Got priority but Priority scheduling is not enabled.", "BadRequestError", 400)
-            )
-            return
         if body.get("model") != "tiny":
             exchange.respond(404, error_body(f"The model `{body.get('model')}` does not exist.", "NotFoundError", 404))
             return
@@ -155,11 +153,13 @@ class ScriptedEngine:
             if self.kv:
                 name = f"{self.name}-{next(self._numbers)}"
                 self.pinned.add(name)
-                answer["kv_transfer_params"] = {"do_remote_prefill": True, "remote_engine_id": self.name, "name": name}
+                place = {"remote_engine_id": self.name, "remote_host": "127.0.0.1", "remote_port": 1}
+                what = {"remote_request_id": name, "remote_block_ids": [[1]]}
+                answer["kv_transfer_params"] = {"do_remote_prefill": True} | place | what
         else:
             if self.copy_hangs:
                 await asyncio.sleep(WAIT_S)
-            self.copied.append((params["name"], len(body["prompt"])))
+            self.copied.append((params["remote_request_id"], len(body["prompt"])))
         exchange.respond(200, orjson.dumps(answer))
 
     async def _stream(self, exchange: Exchange, body: dict[str, Any]) -> None:

@@ -194,6 +194,7 @@ def test_bad_requests_of_clients_harm_no_engine() -> None:
         (b'{"model":"tiny","max_tokens":1.5}', b"max_tokens = 1.5"),
         (b'{"model":"tiny","priority":true}', b"priority = True"),
         (b'{"model":"tiny","prompt":"' + b"\xff" + b'"}', b"JSON"),
+        (b'{"model":"tiny","kv_transfer_params":{"do_remote_prefill":true}}', b"kv_transfer_params"),
     ],
 )
 def test_a_malformed_request_gets_an_error_that_names_the_field(body: bytes, words: bytes) -> None:

@@ -367,7 +367,7 @@ def test_prefill_here_and_decode_there(engines: Engines, streamed: bool) -> None
     async def test() -> None:
         policy = Steered(0)
         prompt = token_ids(random.Random(7 + streamed), 900)
-        async with serving(engines, policy) as (_, client):
+        async with serving(engines, policy, client_kv_transfer=True) as (_, client):
             wanted = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
             prefill = await client.post(COMPLETIONS, json=a_body(prompt=prompt, max_tokens=1) | wanted)
             params = prefill.json()["kv_transfer_params"]
