@@ -261,6 +261,7 @@ def parse_request(route: str, body: bytes, header_priority: bytes | None, reques
     _expect(fields, "stream", bool, "true or false", none=True)
     for name in ("max_tokens", "max_completion_tokens", "min_tokens", "priority"):
         _expect(fields, name, int, "a whole number", none=True)
+    _expect_whole_transfer(fields.get("kv_transfer_params"))
     priority = fields.get("priority") or 0
     if header_priority is not None:
         try:
@@ -277,6 +278,15 @@ def parse_request(route: str, body: bytes, header_priority: bytes | None, reques
         priority=priority,
         fixed=why_not_movable(route, fields) if streamed else "stream",
     )
+
+
+def _expect_whole_transfer(params: Any) -> None:
+    """NIXL's parameters come from an engine and are whole; with a part of them vLLM's engine core ends."""
+    if not isinstance(params, dict) or "remote_block_ids" not in params:
+        return
+    for name in ("remote_engine_id", "remote_request_id", "remote_host", "remote_port"):
+        if params.get(name) is None:
+            raise BadRequest(f"kv_transfer_params.{name}: expected beside remote_block_ids, as an engine answered it")
 
 
 def _expect(fields: dict[str, Any], name: str, kind: type, words: str, *, none: bool) -> None:

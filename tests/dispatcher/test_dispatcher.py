@@ -193,6 +193,7 @@ def test_bad_requests_of_clients_harm_no_engine() -> None:
         (b'{"model":"tiny","max_tokens":"5"}', b"max_tokens = '5'"),
         (b'{"model":"tiny","max_tokens":1.5}', b"max_tokens = 1.5"),
         (b'{"model":"tiny","priority":true}', b"priority = True"),
+        (b'{"kv_transfer_params":{"do_remote_prefill":true,"remote_block_ids":[[1]]}}', b"remote_engine_id"),
         (b'{"model":"tiny","prompt":"' + b"\xff" + b'"}', b"JSON"),
         (b'{"model":"tiny","kv_transfer_params":{"do_remote_prefill":true}}', b"kv_transfer_params"),
     ],

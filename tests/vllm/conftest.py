@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode leaves it out; tests import `engines`
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode leaves it out; tests import `engines` and `driver`
+pytest.register_assert_rewrite("driver")
 
-from engines import PYTHON, Engine, build_tiny_model
+from engines import PYTHON, Engine, build_tiny_model  # noqa: E402
 
 MAX_STARTS = 6
 """A start takes half a minute or more: tests that kill engines are few."""
 BLOCKS = 257
 """The least for a request of the model's full length, so that an engine is filled soon."""
 MAX_NUM_SEQS = 16
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")
+"""Of the second engine: it parses its chats. The first one's are what streams are compared with."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,9 +49,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared_engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, ...]]:
+def shared_engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
     folder = tmp_path_factory.mktemp("engines")
-    pair = tuple(Engine(tiny_model, folder, core=core, blocks=BLOCKS, max_num_seqs=MAX_NUM_SEQS) for core in (0, 1))
+    size = {"blocks": BLOCKS, "max_num_seqs": MAX_NUM_SEQS}
+    pair = (Engine(tiny_model, folder, core=0, **size), Engine(tiny_model, folder, core=1, flags=TOOLS, **size))
     try:
         for engine in pair:
             engine.launch()
@@ -62,7 +66,7 @@ def shared_engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture
-def engines(shared_engines: tuple[Engine, ...]) -> tuple[Engine, ...]:
+def engines(shared_engines: tuple[Engine, Engine]) -> tuple[Engine, Engine]:
     """Two engines that run, without requests and with empty prefix caches; a test may kill either."""
     for engine in shared_engines:
         if not engine.alive:

@@ -150,6 +150,29 @@ async def compare_whole(
     assert answer.headers["content-type"] == expected.headers["content-type"]
 
 
+@pytest.mark.parametrize("choice", ["auto", {"type": "function", "function": {"name": "look"}}])
+def test_tools_are_passed_through(engines: Engines, choice: Any) -> None:
+    """The second engine has a parser of tool calls."""
+
+    async def test() -> None:
+        messages = [{"role": "user", "content": "Hello"}]
+        body = a_body(messages=messages, tools=[TOOL], tool_choice=choice, max_tokens=24, **USAGE)
+        async with serving(engines, Steered(1)) as (_, client), http_client(engines[1].url) as engine:
+            ours = await stream(client, body, CHAT)
+            assert_same(ours, await stream(engine, body, CHAT))
+            called = any(each["delta"].get("tool_calls") for each in ours.choices)
+            assert called == (choice != "auto")
+            del body["stream_options"]
+            whole, expected = [(await each.post(CHAT, json=body)).json() for each in (client, engine)]
+            message, expected_message = whole["choices"][0]["message"], expected["choices"][0]["message"]
+            for call in (*message["tool_calls"], *expected_message["tool_calls"]):
+                call["id"] = ""
+            assert message == expected_message
+            assert bool(message["tool_calls"]) == called
+
+    run(test)
+
+
 def test_the_official_client(engines: Engines) -> None:
     async def test() -> None:
         async with serving(engines) as (dispatcher, _):

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from driver import (
     CHAT,
@@ -69,17 +70,30 @@ async def streams_survive(engines: Engines, survivor: int, end: Callable[[], Non
         ]
         relays = [await relay_of(dispatcher, name) for name in names]
         await until(lambda: all(relay.tokens >= 8 for relay in relays))
+        early = [asyncio.create_task(without_a_token(client, streamed)) for streamed in (True, False)]
+        await until(lambda: dispatcher.counts["dispatched"] == len(tasks) + len(early))
+        await asyncio.sleep(0.2)
         assert not any(task.done() for task in tasks)
         end()
         answers = await asyncio.gather(*tasks)
         assert [relay.slot for relay in relays] == [survivor] * 8
-        assert dispatcher.counts["failovers"] == 8
-        assert dispatcher.outcomes == {"finished": 8}
+        assert dispatcher.counts["failovers"] + dispatcher.counts["retries"] == len(tasks) + len(early)
+        assert dispatcher.counts["failovers"] >= 8
+        await asyncio.gather(*early)
+        assert dispatcher.outcomes == {"finished": len(tasks) + len(early)}
         await lost(dispatcher, victim)
     for (route, body), ours in zip(requests, answers, strict=True):
         assert_same(ours, await direct_stream(engines[survivor], body, route))
         assert ours.finish_reason == "length"
     await settled(engines[survivor])
+
+
+async def without_a_token(client: httpx.AsyncClient, streamed: bool) -> None:
+    """A request that is in its prefill when the engine ends."""
+    body = a_body(prompt=token_ids(random.Random(streamed), 2500), max_tokens=3)
+    answer = await client.post(COMPLETIONS, json=body | {"stream": streamed})
+    assert answer.status_code == 200
+    assert answer.text.endswith("data: [DONE]\n\n") if streamed else answer.json()["usage"]["completion_tokens"] == 3
 
 
 async def lost(dispatcher: Dispatcher, slot: int) -> None:
@@ -88,13 +102,13 @@ async def lost(dispatcher: Dispatcher, slot: int) -> None:
 
 def test_streams_survive_a_killed_engine_and_nothing_moves_to_a_dead_one(engines: Engines) -> None:
     async def test() -> None:
-        await streams_survive(engines, 1, engines[0].kill)
-        dead, alive = engines
+        await streams_survive(engines, 0, engines[1].kill)
+        alive, dead = engines
         body = a_body(prompt=token_ids(random.Random(5), 600), max_tokens=120)
-        async with serving(engines, Steered(1)) as (dispatcher, client):
+        async with serving(engines, Steered(0)) as (dispatcher, client):
             task = asyncio.create_task(stream(client, body, name="stays"))
             relay = await relay_of(dispatcher, "stays")
-            migration = await move(dispatcher, relay, 0)
+            migration = await move(dispatcher, relay, 1)
             assert migration.outcome == "copy failed"
             ours = await task
             assert relay.answer is not None
@@ -149,6 +163,6 @@ def test_streams_survive_an_engine_that_is_shut_down(engines: Engines) -> None:
     """vLLM ends all its streams with `finish_reason` "abort" then."""
 
     async def test() -> None:
-        await streams_survive(engines, 1, engines[0].terminate)
+        await streams_survive(engines, 0, engines[1].terminate)
 
     run(test)
