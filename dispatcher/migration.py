@@ -15,14 +15,12 @@ import orjson
 
 from fleetpilot.dispatcher.engine import PROBE_PRIORITY, Engine
 from fleetpilot.dispatcher.http.client import CallError
-from fleetpilot.dispatcher.requests import COMPLETIONS
+from fleetpilot.dispatcher.requests import COMPLETIONS, KV_SOURCE
 
 if TYPE_CHECKING:
     from fleetpilot.dispatcher.relay import Relay
     from fleetpilot.dispatcher.service import Dispatcher
 
-_NEEDED = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
-"""Without one of these the copy hangs, and ending it kills the destination's engine."""
 _LONGEST_WAIT_FOR_A_WHOLE_CHARACTER_S = 1.0
 
 
@@ -115,7 +113,7 @@ async def _pin(dispatcher: Dispatcher, migration: Migration, token_ids: list[int
         dispatcher, migration, migration.source, token_ids, body, dispatcher.config.probe_deadline_s, "probe"
     )
     params = answer.get("kv_transfer_params")
-    if not (isinstance(params, dict) and all(params.get(name) is not None for name in _NEEDED)):
+    if not (isinstance(params, dict) and all(params.get(name) is not None for name in KV_SOURCE)):
         raise Aborted("nothing pinned")
     return params
 

@@ -13,6 +13,8 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 DEFAULT_MAX_TOKENS = 16
 """Of the completions API; a chat goes on until the model's limit."""
+KV_SOURCE = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+"""Of ``kv_transfer_params``: without one of these a copy hangs, and ending it ends the engine core of its destination."""
 
 
 class BadRequest(Exception):
@@ -281,10 +283,10 @@ def parse_request(route: str, body: bytes, header_priority: bytes | None, reques
 
 
 def _expect_whole_transfer(params: Any) -> None:
-    """NIXL's parameters come from an engine and are whole; with a part of them vLLM's engine core ends."""
+    """Parameters with blocks come from an engine, and are whole."""
     if not isinstance(params, dict) or "remote_block_ids" not in params:
         return
-    for name in ("remote_engine_id", "remote_request_id", "remote_host", "remote_port"):
+    for name in KV_SOURCE:
         if params.get(name) is None:
             raise BadRequest(f"kv_transfer_params.{name}: expected beside remote_block_ids, as an engine answered it")
 
