@@ -14,7 +14,7 @@ CHAT = "/v1/chat/completions"
 DEFAULT_MAX_TOKENS = 16
 """Of the completions API; a chat goes on until the model's limit."""
 KV_SOURCE = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
-"""Of ``kv_transfer_params``: without one of these a copy hangs, and ending it ends the engine core of its destination."""
+"""Of ``kv_transfer_params``: without one of these a copy hangs, and ending it ends its destination's engine core."""
 
 
 class BadRequest(Exception):
