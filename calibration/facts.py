@@ -64,11 +64,14 @@ class Facts:
     kv_transfer: bool
     sources: dict[str, str]
 
-    @property
-    def limits(self) -> Limits:
+    def limits(self, measured_prompt: int) -> Limits:
         """What the plan of points needs."""
         return Limits(
-            self.kv_blocks * self.block_size, self.max_model_len, self.max_num_seqs, self.max_num_batched_tokens
+            self.kv_blocks * self.block_size,
+            self.max_model_len,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            measured_prompt,
         )
 
 

@@ -23,7 +23,7 @@ from fleetpilot.calibration.live import (
     random_prompt,
     time_to_first_token,
 )
-from fleetpilot.calibration.plan import STEPS, Point, plan
+from fleetpilot.calibration.plan import LONGEST_PROMPT, STEPS, Limits, Point, plan
 from fleetpilot.calibration.points import PointsFile
 from fleetpilot.calibration.start_up import StartedEngine, start_engine
 from fleetpilot.evaluation.provenance import to_json
@@ -56,6 +56,7 @@ class Request:
         start_command: starts the first engine; empty: it runs.
         api_key: of the engines.
         limit_s: for the points.
+        longest_prompt: tokens; longer ones are not measured.
         rounds: repeats of each point, at most.
         max_error: see `MAX_ERROR`.
     """
@@ -67,6 +68,7 @@ class Request:
     start_command: str = ""
     api_key: str = ""
     limit_s: float = LIMIT_S
+    longest_prompt: int = LONGEST_PROMPT
     rounds: int = ROUNDS
     max_error: float = MAX_ERROR
 
@@ -155,7 +157,7 @@ class _Run:
         points = self._points
         if started is not None:
             points.add(kind="start_up", engine=0, key="start-up", time_s=started.start_up_s)
-        plans = [plan(fact.limits) for fact in facts]
+        plans = [plan(self._limits(fact)) for fact in facts]
         await asyncio.gather(*(self._warm_up(engine, fact) for engine, fact in zip(self._engines, facts, strict=True)))
         deadline_s = time.perf_counter() + self._request.limit_s
         complete = 0
@@ -199,10 +201,13 @@ class _Run:
             facts.append(Facts(**known[-1]["facts"]))
         return facts
 
+    def _limits(self, facts: Facts) -> Limits:
+        return facts.limits(self._request.longest_prompt)
+
     async def _warm_up(self, engine: LiveEngine, facts: Facts) -> None:
         """What an engine does for the first time it compiles or allocates."""
         random = np.random.default_rng()
-        for tokens in (16, min(1024, facts.limits.longest_prompt)):
+        for tokens in (16, min(1024, self._limits(facts).longest_prompt)):
             await time_to_first_token(engine, random_prompt(random, tokens))
 
     async def _round(self, plans: Sequence[Sequence[Point]], round_number: int, deadline_s: float) -> bool:
@@ -230,7 +235,7 @@ class _Run:
     async def _measure_link(self, facts: Sequence[Facts]) -> None:
         if len(facts) < 2 or not all(fact.kv_transfer for fact in facts) or self._points.of(kind="link"):
             return
-        longest = min(fact.limits.longest_prompt for fact in facts)
+        longest = min(self._limits(fact).longest_prompt for fact in facts)
         for repeat in range(LINK_REPEATS):
             for share in SHARES:
                 self._progress(f"link, copy {repeat + 1}/{LINK_REPEATS} of {int(longest * share)} tokens")
@@ -269,7 +274,7 @@ class _Run:
         for kind in ("prefill", "decode", "mixed"):
             medians = self._points.medians(kind, "time_s", "kv_tokens")
             for slot, points in enumerate(plans):
-                limits = facts[slot].limits
+                limits = self._limits(facts[slot])
                 for point in points:
                     if (values := medians.get((slot, point.key))) is not None:
                         measurements.append(point.measurement(values["time_s"], values["kv_tokens"], limits))
@@ -317,8 +322,7 @@ class _Run:
         alike = all(fact == found.facts[0] for fact in found.facts)
         names = [out.stem] if alike else [f"{out.stem}-{slot + 1}" for slot in range(len(found.facts))]
         profiles = [
-            profile_of(name.lower(), fact, found, self._request.hardware)
-            for name, fact in zip(names, found.facts, strict=False)
+            profile_of(name.lower(), fact, found, self._request) for name, fact in zip(names, found.facts, strict=False)
         ]
         paths = [out.with_name(f"{name}.toml") for name in names]
         for profile, path in zip(profiles, paths, strict=True):
@@ -348,12 +352,12 @@ async def _measure(engine: LiveEngine, point: Point) -> dict[str, Any]:
     return {"time_s": step_s if point.kind == "decode" else mixed_s, "kv_tokens": kv_tokens}
 
 
-def profile_of(name: str, facts: Facts, found: Calibration, hardware: str) -> HardwareProfile:
+def profile_of(name: str, facts: Facts, found: Calibration, request: Request) -> HardwareProfile:
     """The profile of an engine."""
     sources = facts.sources
     return HardwareProfile(
         name=name,
-        gpu=hardware,
+        gpu=request.hardware,
         model=facts.model,
         tp=facts.tp,
         engine=f"vLLM {facts.version}",
@@ -377,7 +381,8 @@ def profile_of(name: str, facts: Facts, found: Calibration, hardware: str) -> Ha
             f"{found.repeats} repeats (spread {found.spread:.0%}), load average {found.load[0]:.1f} before and "
             f"{found.load[1]:.1f} after. Relative error: {_errors_text(found.fit.fitted)} on the points fitted, "
             f"{_errors_text(found.fit.held_out)} on those held out.",
-            "fitted_range": f"Prompts of 1 to {facts.limits.longest_prompt} tokens, batches up to "
+            "fitted_range": f"Prompts of 1 to {facts.limits(request.longest_prompt).longest_prompt} tokens, batches "
+            "of 1 to "
             f"{min(facts.max_num_seqs, 64)}, as far as the KV blocks hold them.",
             "host_overhead": "Contained in a and d, which HTTP clients cannot tell apart from it. Not contained: a "
             f"request's way to the engine and back, {found.fit.request_s * 1e3:.3g} ms.",

@@ -34,23 +34,26 @@ class Limits:
         max_model_len: tokens of a request.
         max_num_seqs: requests in a batch.
         max_num_batched_tokens: tokens computed in an iteration.
+        measured_prompt: tokens of the longest prompt that the user wants measured.
     """
 
     kv_tokens: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    measured_prompt: int = LONGEST_PROMPT
 
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt that is measured."""
-        return min(LONGEST_PROMPT, self.max_model_len - 2, int(_FILLED * self.kv_tokens))
+        return min(self.measured_prompt, self.max_model_len - 2, int(_FILLED * self.kv_tokens))
 
     def fit_decodes(self, batch: int, context: int) -> bool:
         """Whether a batch can decode for long enough to be measured."""
         tokens = context + 2 * STEPS
         return (
             batch <= self.max_num_seqs
+            and context <= self.longest_prompt
             and tokens + STEPS < self.max_model_len
             and batch * tokens <= _FILLED * self.kv_tokens
         )

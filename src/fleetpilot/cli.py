@@ -883,6 +883,9 @@ def _add_calibrate(commands: Any) -> None:
         "--limit-s", metavar="S", type=_seconds(1.0), default=270.0, help="for the points (default 270)"
     )
     parser.add_argument(
+        "--longest-prompt", metavar="N", type=_whole(64, 2**20), default=8192, help="tokens to measure (default 8192)"
+    )
+    parser.add_argument(
         "--max-error",
         metavar="X",
         type=_share,
@@ -907,6 +910,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         start_command=arguments.start_command,
         api_key=os.environ.get(arguments.api_key_env or "", ""),
         limit_s=arguments.limit_s,
+        longest_prompt=arguments.longest_prompt,
         max_error=arguments.max_error,
     )
     try:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from emulated import eventually
 
 from fleetpilot.calibration import CalibrationError, calibrate
 from fleetpilot.calibration.facts import Given
 from fleetpilot.calibration.link import Copy, fit_link
 from fleetpilot.calibration.measure import Request, calibration_text
 from fleetpilot.cli import main
-from fleetpilot.fleet.profiles import HardwareProfile, load_profile
+from fleetpilot.fleet.profiles import HardwareProfile, load_profile, profile_to_toml
 
 ANY_FIT = 1e9
 
@@ -69,6 +73,19 @@ def test_time_that_runs_out_is_said_and_points_are_kept(urls: list[str], tmp_pat
     assert (tmp_path / "mine.points.jsonl").exists()
 
 
+def test_an_interruption_keeps_the_points(urls: list[str], tmp_path: Path) -> None:
+    points = tmp_path / "mine.points.jsonl"
+    command = [sys.executable, "-m", "fleetpilot", "calibrate", urls[0], "-o", str(tmp_path / "mine.toml")]
+    command += ["--max-num-seqs", "4", "--max-num-batched-tokens", "128"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    eventually(lambda: points.exists() and len(points.read_text().splitlines()) > 4, "points are measured")
+    process.send_signal(signal.SIGINT)
+    error = process.stderr.read()
+    assert process.wait(60) == 130
+    assert error == f"fleetpilot: interrupted; points are kept in {points}, the same command goes on\n"
+
+
 START = """
 import sys
 from fleetpilot.dispatcher.emulator import Options
@@ -79,10 +96,6 @@ run([load_profile(sys.argv[1])], Options(), host="127.0.0.1", port=int(sys.argv[
 
 
 def test_the_start_command_is_timed_and_ended(profiles: list[HardwareProfile], tmp_path: Path) -> None:
-    import socket
-
-    from fleetpilot.fleet.profiles import profile_to_toml
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

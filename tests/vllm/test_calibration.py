@@ -25,6 +25,7 @@ def calibrated(engines: tuple[Engine, Engine], tmp_path: Path) -> Calibration:
         tmp_path / "tiny.toml",
         given=Given(max_num_seqs=engines[0].max_num_seqs, max_num_batched_tokens=2048),
         limit_s=600.0,
+        longest_prompt=512,
         rounds=1,
         max_error=1e9,
     )
