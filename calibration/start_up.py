@@ -63,12 +63,21 @@ async def _answers(engine: LiveEngine) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, signal_number)
-        except ProcessLookupError:
-            return
-        try:
-            process.wait(_LONGEST_STOP_S)
-        except subprocess.TimeoutExpired:
-            continue
+    """End the command and what it started: the shell that ran it is gone before they are."""
+    for signal_number in (int(signal.SIGTERM), int(signal.SIGKILL)):
+        deadline_s = time.monotonic() + _LONGEST_STOP_S
+        while time.monotonic() < deadline_s:
+            process.poll()
+            if not _signalled(process.pid, signal_number):
+                return
+            signal_number = 0  # once; then only ask whether it is still there
+            time.sleep(0.05)
+
+
+def _signalled(group: int, number: int) -> bool:
+    """Whether there is such a process group."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
