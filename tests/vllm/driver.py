@@ -65,6 +65,7 @@ async def serving(
         "poll_interval_s": 0.25,
         "probe_deadline_s": 20.0,
         "stalled_s": 300.0,
+        "decision_deadline_s": 30.0,  # the policies of the tests are asked in a thread
     }
     config = ServeConfig(engines=tuple(engine.url for engine in engines), **defaults | settings)
     dispatcher = Dispatcher(config, policy or Steered())

@@ -165,10 +165,10 @@ def test_tools_are_passed_through(engines: Engines, choice: Any) -> None:
             del body["stream_options"]
             whole, expected = [(await each.post(CHAT, json=body)).json() for each in (client, engine)]
             message, expected_message = whole["choices"][0]["message"], expected["choices"][0]["message"]
-            for call in (*message["tool_calls"], *expected_message["tool_calls"]):
+            for call in (*message.get("tool_calls", ()), *expected_message.get("tool_calls", ())):
                 call["id"] = ""
             assert message == expected_message
-            assert bool(message["tool_calls"]) == called
+            assert bool(message.get("tool_calls")) == called
 
     run(test)
 

@@ -198,7 +198,7 @@ def test_from_a_full_engine_with_a_waiting_line(engines: Engines) -> None:
 
     async def test() -> None:
         generator = random.Random(5)
-        running = [a_body(prompt=token_ids(generator, 1800), max_tokens=120) for _ in range(4)]
+        running = [a_body(prompt=token_ids(generator, 1840), max_tokens=110) for _ in range(4)]
         waiting = [a_body(prompt=token_ids(generator, 1000), max_tokens=30) for _ in range(3)]
         async with serving(engines) as (dispatcher, client):
             tasks = []
