@@ -124,9 +124,9 @@ SITUATIONS = {
         "thousands of tokens: memory fills up in one place while there is room in another, and what is dispatched "
         "now decides who preempts in a minute.",
         "Nothing here, least of all migration: at the top of the peak all instances are full at once, and of the "
-        "memory only 0.4 % is fragmented, so there is no better place. It makes `llumnix` half a point worse. At a "
-        "load of 0.8 (six of the episodes) it costs 1.4 points, and no less where engines report their load. On the "
-        "paper's own A10s, which hold a fifteenth of the tokens, it gains: reproductions.md.",
+        "memory only half a per cent is fragmented, so there is no better place. It makes `llumnix` half a point "
+        "worse, one at a load of 0.8. On the paper's own A10s, which hold a fifteenth of the tokens, it gains: "
+        "reproductions.md.",
     ),
     "chat_and_batch": Situation(
         (0.9, 0.8),
@@ -135,10 +135,11 @@ SITUATIONS = {
         "missed %",
         "A batch job with a long prompt takes memory and iterations from the chats beside it, and most requests are "
         "chats: there is no room to keep free for them everywhere.",
-        "Dispatch: freeness without regard for priorities, with engines that serve chats first. Migration has next to "
-        "nothing to do, since memory is never short. The headroom for urgent requests is made for one in ten of them: "
-        "here they are seven to nine in ten. By the paper's freeness every instance with one is over-full, and the "
-        "more so per request the smaller its batch is: requests gather where most are.",
+        "Dispatch by freeness, with engines that serve chats first. Migration has next to nothing to do, since memory "
+        "is never short. A regard for priorities is worth little to the chats and costs the batch jobs seconds: its "
+        "headroom is made for one urgent request in ten, here they are seven to nine in ten. By the paper's freeness "
+        "every instance with one is over-full, and the more so per request the smaller its batch is: requests gather "
+        "where most are.",
     ),
     "long_prefix": Situation(
         (0.5,),
@@ -160,10 +161,10 @@ SITUATIONS = {
         "Answers take half a minute on average and minutes at worst, the notice is 30 s: an instance that merely "
         "gets no new requests still holds many when it goes. They begin again elsewhere, on a fleet that is short of "
         "an instance or two.",
-        "Migration, at a price: no request of the instances that go begins again, where 42 did. But an instance is "
-        "empty after 12 of the 30 s, idles for the rest, which dispatch alone still uses, and meanwhile its requests "
-        "fill the others: half a point more misses or so. At a load of 0.7 18 restarts become 0 and misses stay at "
-        "0.01 %.",
+        "Migration, at a high load at a price: no request of the instances that go begins again, where 42 did. But an "
+        "instance is empty after 12 of the 30 s, idles for the rest, which dispatch alone still uses, and meanwhile "
+        "its requests fill the others: half a point more misses or so. At a load of 0.7 there is room: 21 restarts "
+        "become 0, and misses do not rise.",
     ),
     "node_loss": Situation(
         (0.9, 0.7),
