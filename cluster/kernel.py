@@ -22,6 +22,7 @@ from fleetpilot.cluster.memory import (
     migration_at,
     next_at,
     node_array,
+    prefetch,
     released_at,
     released_heap,
     row_at,
@@ -229,7 +230,9 @@ def _finish_due(s: Any, e: int, g: int, time_s: float) -> None:
         if entry.finish_step <= inst.steps_done:
             _finish(s, e, g, entry.slot, time_s)
         else:
-            first = min(first, entry.finish_step)
+            if entry.finish_step < first:
+                first = entry.finish_step
+                inst.first_finish_slot = entry.slot
             if kept != position:
                 move(s, inst, position, kept)
             kept += 1
@@ -549,6 +552,31 @@ def advance(s: Any, e: int) -> int:
             sample(s, e, sample_s)
             env.next_sample += 1
             env.time_s = sample_s
+
+
+@inlined
+def prefetch_arrival(s: Any, e: int) -> None:
+    """Prefetch the next arrival of environment `e`, for `prefetch_events` and `advance`."""
+    env = env_at(s, e)
+    if env.cursor < env.rows:
+        prefetch(row_at(s, env.row0 + env.cursor))
+
+
+@inlined
+def prefetch_events(s: Any, e: int) -> None:
+    """Prefetch what `apply` and `advance` touch in environment `e` and nothing did for long."""
+    env = env_at(s, e)
+    prefetch(slot_at(s, env.decision_slot))
+    arrival_s = row_at(s, env.row0 + env.cursor).arrival_s if env.cursor < env.rows else np.inf
+    for g in range(env.instance0, env.instance0 + env.instances):
+        if next_at(s, g).time_s < arrival_s:
+            inst = instance_at(s, g)
+            if inst.doing == MIXED:
+                prefetch(slot_at(s, inst.prefilling))
+            if inst.first_finish_step <= inst.steps_done + inst.planned - inst.steps:
+                prefetch(slot_at(s, inst.first_finish_slot))
+                for position in range(0, inst.in_batch, 8):
+                    prefetch(batch_at(s, inst.batch0 + position))
 
 
 @kernel

@@ -263,6 +263,10 @@ def step_rows(
     now = np.empty(COSTS)
     none = instances.shape[1]
     for e in range(first, last):
+        if e + 2 < last:
+            cluster.prefetch_arrival(s, e + 2)
+        if e + 1 < last:
+            cluster.prefetch_events(s, e + 1)
         if skip[e]:
             continue
         episode = episodes[e]
