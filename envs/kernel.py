@@ -5,7 +5,7 @@ A row is one environment. Rows do not touch each other, so any split of them ove
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,9 +70,9 @@ class Outputs(NamedTuple):
     components: NDArray[np.float64]  # (E, components)
 
 
-def outputs(environments: int, instances: int, kinds: Collection[int]) -> Outputs:
-    """Room for one step of an agent that answers these kinds of decision."""
-    return Outputs(
+def outputs(environments: int, instances: int, kinds: Collection[int]) -> Callable[[], Outputs]:
+    """Makes room for one step of an agent that answers these kinds of decision."""
+    arrays: list[NDArray[Any]] = [
         *feature_arrays(environments, instances, kinds),
         np.empty(environments),
         np.empty(environments, np.bool_),
@@ -80,7 +80,9 @@ def outputs(environments: int, instances: int, kinds: Collection[int]) -> Output
         np.empty(environments),
         np.empty(environments, np.int64),
         np.empty((environments, len(COMPONENTS))),
-    )
+    ]
+    forms = [(array.shape, array.dtype) for array in arrays]
+    return lambda: Outputs._make([np.empty(shape, dtype) for shape, dtype in forms])
 
 
 @inlined
