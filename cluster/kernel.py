@@ -575,7 +575,7 @@ def prefetch_events(s: Any, e: int) -> None:
                 prefetch(slot_at(s, inst.prefilling))
             if inst.first_finish_step <= inst.steps_done + inst.planned - inst.steps:
                 prefetch(slot_at(s, inst.first_finish_slot))
-                for position in range(0, inst.in_batch, 8):
+                for position in range(0, inst.in_batch, 8):  # of each cache line
                     prefetch(batch_at(s, inst.batch0 + position))
 
 
