@@ -22,6 +22,7 @@ from fleetpilot.cluster.memory import (
     migration_at,
     next_at,
     node_array,
+    prefetch,
     released_at,
     released_heap,
     row_at,
@@ -63,6 +64,9 @@ from fleetpilot.fleet.cost_model import base_time_s
 from fleetpilot.fleet.jit import inlined, kernel
 from fleetpilot.fleet.policy import random_unit
 from fleetpilot.fleet.view import KIND_DESTINATION, KIND_DISPATCH, KIND_SCALE, KIND_SOURCE, STATE_DRAINING, STATE_READY
+
+_SPARE_TARGETS = 16
+"""Targets that cannot be missed any more are forgotten once there are so many more of them than of those that can."""
 
 # --- one instance ---------------------------------------------------------------------------------------------------
 
@@ -227,7 +231,9 @@ def _finish_due(s: Any, e: int, g: int, time_s: float) -> None:
         if entry.finish_step <= inst.steps_done:
             _finish(s, e, g, entry.slot, time_s)
         else:
-            first = min(first, entry.finish_step)
+            if entry.finish_step < first:
+                first = entry.finish_step
+                inst.first_finish_slot = entry.slot
             if kept != position:
                 move(s, inst, position, kept)
             kept += 1
@@ -378,6 +384,8 @@ def arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     slot.ttft_target_s = target.ttft_s + target.ttft_s_per_token * row.prompt_tokens
     slot.tpot_target_s = target.tpot_s
     if env.track_targets != 0 and slot.ttft_target_s < np.inf:
+        if env.deadlines > 2 * env.unstarted + _SPARE_TARGETS:
+            _forget_targets(s, env)
         due_s = time_s + slot.ttft_target_s
         env.deadlines = heap.push(
             deadline_heap(s, env.deadline0 + env.deadlines + 1), env.deadline0, env.deadlines, due_s, index, slot.row
@@ -441,16 +449,35 @@ def _find_candidates(s: Any, env: Any, kind: int) -> int:
     return candidates
 
 
+@inlined
+def _may_miss(slot: Any, target: Any) -> bool:
+    """Whether the request that the target is of is still there without a first token, and not counted yet."""
+    return slot.row == target.row and slot.started == 0 and slot.missed == 0  # type: ignore[no-any-return]
+
+
 @kernel
 def _pass_targets(s: Any, env: Any, time_s: float) -> None:
     """Count requests whose target for the first token has passed without one."""
     while env.deadlines > 0 and deadline_at(s, env.deadline0).time_s < time_s:
         first = deadline_at(s, env.deadline0)
         slot = slot_at(s, first.index)
-        if slot.row == first.row and slot.started == 0 and slot.missed == 0:
+        if _may_miss(slot, first):
             slot.missed = 1
             env.misses += 1
         env.deadlines = heap.pop(deadline_heap(s, env.deadline0 + env.deadlines), env.deadline0, env.deadlines)
+
+
+@kernel
+def _forget_targets(s: Any, env: Any) -> None:
+    """Keep only the targets that may still be missed: to wait for the others to pass takes a cache miss for each."""
+    kept = 0
+    for k in range(env.deadlines):
+        entry = deadline_at(s, env.deadline0 + k)
+        if _may_miss(slot_at(s, entry.index), entry):
+            kept = heap.push(
+                deadline_heap(s, env.deadline0 + kept + 1), env.deadline0, kept, entry.time_s, entry.index, entry.row
+            )
+    env.deadlines = kept
 
 
 @kernel
@@ -528,6 +555,31 @@ def advance(s: Any, e: int) -> int:
             sample(s, e, sample_s)
             env.next_sample += 1
             env.time_s = sample_s
+
+
+@inlined
+def prefetch_arrival(s: Any, e: int) -> None:
+    """Prefetch the next arrival of environment `e`, for `prefetch_events` and `advance`."""
+    env = env_at(s, e)
+    if env.cursor < env.rows:
+        prefetch(row_at(s, env.row0 + env.cursor))
+
+
+@inlined
+def prefetch_events(s: Any, e: int) -> None:
+    """Prefetch what `apply` and `advance` touch in environment `e` and nothing did for long."""
+    env = env_at(s, e)
+    prefetch(slot_at(s, env.decision_slot))
+    arrival_s = row_at(s, env.row0 + env.cursor).arrival_s if env.cursor < env.rows else np.inf
+    for g in range(env.instance0, env.instance0 + env.instances):
+        if next_at(s, g).time_s < arrival_s:
+            inst = instance_at(s, g)
+            if inst.doing == MIXED:
+                prefetch(slot_at(s, inst.prefilling))
+            if inst.first_finish_step <= inst.steps_done + inst.planned - inst.steps:
+                prefetch(slot_at(s, inst.first_finish_slot))
+                for position in range(0, inst.in_batch, 8):  # of each cache line
+                    prefetch(batch_at(s, inst.batch0 + position))
 
 
 @kernel

@@ -78,7 +78,9 @@ def join_decodes(s: Any, inst: Any, engine: Any, position: int, time_s: float) -
     entry = batch_at(s, inst.batch0 + position)
     slot = slot_at(s, entry.slot)
     entry.finish_step = inst.steps_done + slot.output_tokens - slot.generated
-    inst.first_finish_step = min(inst.first_finish_step, entry.finish_step)
+    if entry.finish_step < inst.first_finish_step:
+        inst.first_finish_step = entry.finish_step
+        inst.first_finish_slot = entry.slot
     inst.decodes += 1
     inst.decode_tokens += slot.prompt_tokens + slot.generated
     residue = (slot.prompt_tokens + slot.generated - 1 - inst.steps_done) % engine.block_size

@@ -222,7 +222,8 @@ INSTANCE = np.dtype(
         ("decodes", "i4"),
         ("steps_done", "i8"),  # decode steps since the start
         ("decode_tokens", "i8"),  # sum of prompt + generated over the decodes
-        ("first_finish_step", "i8"),
+        ("first_finish_step", "i4"),
+        ("first_finish_slot", "i4"),  # whose it probably is: for prefetching
         ("prefilling", "i4"),  # list of slots prefilled in this iteration
         ("changed", "i4"),
         ("preempted", "i4"),  # the last boundary preempted

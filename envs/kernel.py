@@ -5,7 +5,7 @@ A row is one environment. Rows do not touch each other, so any split of them ove
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,9 +68,9 @@ class Outputs(NamedTuple):
     components: NDArray[np.float64]  # (E, components)
 
 
-def outputs(environments: int, instances: int, kinds: Collection[int]) -> Outputs:
-    """Room for one step of an agent that answers these kinds of decision."""
-    return Outputs(
+def outputs(environments: int, instances: int, kinds: Collection[int]) -> Callable[[], Outputs]:
+    """Makes room for one step of an agent that answers these kinds of decision."""
+    arrays: list[NDArray[Any]] = [
         *feature_arrays(environments, instances, kinds),
         np.empty(environments),
         np.empty(environments, np.bool_),
@@ -78,7 +78,9 @@ def outputs(environments: int, instances: int, kinds: Collection[int]) -> Output
         np.empty(environments),
         np.empty(environments, np.int64),
         np.empty((environments, len(COMPONENTS))),
-    )
+    ]
+    forms = [(array.shape, array.dtype) for array in arrays]
+    return lambda: Outputs._make([np.empty(shape, dtype) for shape, dtype in forms])
 
 
 @inlined
@@ -248,6 +250,10 @@ def step_rows(
     now = np.empty(COSTS)
     none = instances.shape[1]
     for e in range(first, last):
+        if e + 2 < last:
+            cluster.prefetch_arrival(s, e + 2)
+        if e + 1 < last:
+            cluster.prefetch_events(s, e + 1)
         if skip[e]:
             continue
         episode = episodes[e]

@@ -37,6 +37,7 @@ Infos = dict[str, Any]
 _MOST_ENVS, _MOST_THREADS = 65_536, 1024
 _MOST_STEPS = int(np.iinfo(np.int64).max)
 _TRIES = 100
+_REWARDS = [(f"reward_{name}", f"_reward_{name}") for name in COMPONENTS]
 _DECIDED = (KIND_DISPATCH, KIND_SOURCE, KIND_DESTINATION, KIND_SCALE)
 
 
@@ -210,6 +211,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self._chosen: NDArray[Any] = np.full(num_envs, instances)  # last actions, for pictures
         self._metrics = np.zeros((num_envs, len(METRICS)))
         weights = self.scenario.reward.array()
+        self._outputs = outputs(num_envs, instances, self._kinds)
         self._stepper = Stepper(self._cluster, self._episodes, self._metrics, weights, self._deciders, threads)
 
     # --- Gymnasium ---------------------------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         if any_starting and (self.autoreset_mode is not AutoresetMode.NEXT_STEP or not self._loaded.all()):
             raise ResetNeeded(f"rows {np.flatnonzero(starting).tolist()} have no episode to step: reset them first")
         self._chosen = actions
-        out = outputs(*self._shape, self._kinds)
+        out = self._outputs()
         ended = self._stepper.step(actions.astype(np.int64, copy=False), starting, out)
         observations = _observations(out)
         stepped = ~starting
@@ -484,7 +486,7 @@ def _step_infos(out: Outputs, stepped: NDArray[np.bool_]) -> Infos:
         "invalid_actions": out.invalid_actions,
         "_invalid_actions": stepped,
     }
-    for k, name in enumerate(COMPONENTS):
-        infos[f"reward_{name}"] = out.components[:, k]
-        infos[f"_reward_{name}"] = stepped
+    for (name, mask), component in zip(_REWARDS, out.components.T, strict=True):
+        infos[name] = component
+        infos[mask] = stepped
     return infos

@@ -421,14 +421,16 @@ def _ratio(value: float, over: float) -> float:
 def _rank(ranked: Any, mask: Any, row: int, count: int) -> None:
     """For each of the ranked quantities and instances: how many candidates have less."""
     ranked[1] = 0.0
-    for other in range(count):
+    none = np.float32(0.0)
+    for other in range(0, count, 2):  # two at once: the sums go through memory
+        following = min(other + 1, count - 1)
+        one, more = mask[row, other], mask[row, following] if following > other else none
         a, b, c = ranked[0, 0, other], ranked[0, 1, other], ranked[0, 2, other]
-        one = mask[row, other]
-        none = np.float32(0.0)
+        d, e, f = ranked[0, 0, following], ranked[0, 1, following], ranked[0, 2, following]
         for k in range(count):  # all three at once: each waits for its own last sum
-            ranked[1, 0, k] += one if a < ranked[0, 0, k] else none
-            ranked[1, 1, k] += one if b < ranked[0, 1, k] else none
-            ranked[1, 2, k] += one if c < ranked[0, 2, k] else none
+            ranked[1, 0, k] += (one if a < ranked[0, 0, k] else none) + (more if d < ranked[0, 0, k] else none)
+            ranked[1, 1, k] += (one if b < ranked[0, 1, k] else none) + (more if e < ranked[0, 1, k] else none)
+            ranked[1, 2, k] += (one if c < ranked[0, 2, k] else none) + (more if f < ranked[0, 2, k] else none)
 
 
 @inlined
