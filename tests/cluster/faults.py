@@ -671,7 +671,7 @@ FLEET_FAULTS = (
         LIFECYCLE,
         "    for position in range(inst.in_batch):\n        entry = batch_at",
         "    if stopped != NIL:\n"
-        "        _send_back(s, env, stopped)\n"
+        "        send_back(s, env, stopped)\n"
         "        stopped = NIL\n"
         "    for position in range(inst.in_batch):\n"
         "        entry = batch_at",
