@@ -46,7 +46,7 @@ pytestmark = pytest.mark.vllm
 Engines = tuple[Engine, Engine]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.ABCDEFGHIJ"
-ANSWER_TOKENS = 70
+ANSWER_TOKENS = 120
 LEAST_LEFT_TOKENS = 20
 """Still to come behind the last seam."""
 LEAST_SHARE_BY_NIXL = 0.95
@@ -84,65 +84,84 @@ def context_tokens(relay: Relay) -> int:
 
 
 async def move_and_count(
-    dispatcher: Dispatcher, engines: Engines, relay: Relay, at_tokens: int, turns: asyncio.Lock
+    dispatcher: Dispatcher, engines: Engines, relay: Relay, at_tokens: int
 ) -> tuple[float, float, int]:
-    """Move a request to the other engine: tokens that came there by NIXL, and were computed, and its context by then.
-
-    One at a time, so that the counters are this one's.
-    """
-    await until(lambda: relay.ended or (relay.movable and relay.tokens >= at_tokens))
-    async with turns:
-        destination = 1 - relay.slot
-        before = await metrics(engines[destination])
-        migration = await move(dispatcher, relay, destination)
-        assert migration.outcome == "completed"
-        context = context_tokens(relay)
-        assert ANSWER_TOKENS - relay.tokens > LEAST_LEFT_TOKENS
-        await until(lambda: relay.ended or migration.resumed_s)
-        after = await metrics(engines[destination])
+    """Move a request to the other engine: tokens that came there by NIXL, and were computed, and its context by then."""
+    destination = 1 - relay.slot
+    before = await metrics(engines[destination])
+    migration = await move(dispatcher, relay, destination, at_tokens)
+    assert migration.outcome == "completed"
+    context = context_tokens(relay)
+    assert ANSWER_TOKENS - relay.tokens > LEAST_LEFT_TOKENS
+    await until(lambda: relay.ended or migration.resumed_s)
+    after = await metrics(engines[destination])
     return after[NIXL] - before[NIXL], after[COMPUTED] - before[COMPUTED], context
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_moved_streams_are_those_of_unmoved_requests(engines: Engines, twice: bool) -> None:
-    """Twenty-four requests, up to three at a time, at random moments; eight of them there and back again."""
+def test_moved_streams_are_those_of_unmoved_requests(engines: Engines) -> None:
+    """Sixteen requests at random moments. One moves at a time, so that the counters are its own, while others end."""
 
     async def test() -> None:
-        turns = asyncio.Lock()
-        slots = asyncio.Semaphore(1 if twice else 3)  # what is computed is counted for all requests of an engine
+        turns, slots = asyncio.Lock(), asyncio.Semaphore(3)
         async with serving(engines) as (dispatcher, client):
 
             async def one(number: int) -> tuple[float, int]:
                 route, body, generator = a_request(number)
                 name = f"moved-{number}"
                 async with slots:
-                    task = asyncio.create_task(stream(client, body, route, name))
-                    relay = await relay_of(dispatcher, name)
-                    moment = generator.randrange(1, ANSWER_TOKENS // (4 if twice else 2))
-                    by_nixl, _, context = await move_and_count(dispatcher, engines, relay, moment, turns)
-                    if twice:
-                        moment = relay.tokens + generator.randrange(1, 10)
-                        _, computed, back = await move_and_count(dispatcher, engines, relay, moment, turns)
-                        assert relay.answer is not None
-                        assert relay.answer.seams == 2
-                        assert computed < (1 - LEAST_SHARE_BY_NIXL) * back
-                    ours = await task
-                    assert_same(ours, await direct_stream(engines[0], body, route, name))
-                if usage := ours.usage:
-                    assert usage["completion_tokens"] == ANSWER_TOKENS
-                assert ours.finish_reason == "length"
+                    async with turns:
+                        task = asyncio.create_task(stream(client, body, route, name))
+                        relay = await relay_of(dispatcher, name)
+                        moment = generator.randrange(1, ANSWER_TOKENS // 3)
+                        by_nixl, _, context = await move_and_count(dispatcher, engines, relay, moment)
+                    await compare(engines, await task, route, body)
                 return by_nixl, context
 
-            numbers = range(16, 24) if twice else range(16)
-            moved = await asyncio.gather(*(one(number) for number in numbers))
+            moved = await asyncio.gather(*(one(number) for number in range(16)))
             print("by NIXL, context:", [(int(by_nixl), context) for by_nixl, context in moved])
             assert all(by_nixl >= LEAST_SHARE_BY_NIXL * context for by_nixl, context in moved)
-            assert dispatcher.counts["migrations completed"] == len(numbers) * (2 if twice else 1)
-            assert dispatcher.counts["failovers"] == dispatcher.counts["migrations not taken up"] == 0
-            assert len(dispatcher.downtimes_s) == dispatcher.counts["migrations completed"]
+            assert_moved(dispatcher, 16)
         await settled(*engines)
 
     run(test)
+
+
+def test_streams_moved_there_and_back(engines: Engines) -> None:
+    """Eight requests, one after another, so that what is computed is theirs too: the first engine has most of it."""
+
+    async def test() -> None:
+        async with serving(engines) as (dispatcher, client):
+            for number in range(16, 24):
+                route, body, generator = a_request(number)
+                task = asyncio.create_task(stream(client, body, route, f"twice-{number}"))
+                relay = await relay_of(dispatcher, f"twice-{number}")
+                moment = generator.randrange(1, ANSWER_TOKENS // 5)
+                by_nixl, _, context = await move_and_count(dispatcher, engines, relay, moment)
+                assert by_nixl >= LEAST_SHARE_BY_NIXL * context
+                moment = relay.tokens + generator.randrange(1, 6)
+                _, computed, context = await move_and_count(dispatcher, engines, relay, moment)
+                assert computed < (1 - LEAST_SHARE_BY_NIXL) * context
+                assert relay.answer is not None
+                assert relay.answer.seams == 2
+                await compare(engines, await task, route, body)
+            assert_moved(dispatcher, 16)
+        await settled(*engines)
+
+    run(test)
+
+
+async def compare(engines: Engines, ours: Stream, route: str, body: dict[str, Any]) -> None:
+    """The stream is that of the same request, unmoved."""
+    assert_same(ours, await direct_stream(engines[0], body, route))
+    assert ours.finish_reason == "length"
+    if usage := ours.usage:
+        assert usage["completion_tokens"] == ANSWER_TOKENS
+
+
+def assert_moved(dispatcher: Dispatcher, migrations: int) -> None:
+    counts = dispatcher.counts
+    assert counts["migrations completed"] == len(dispatcher.downtimes_s) == migrations
+    assert counts["failovers"] == counts["migrations not taken up"] == 0
 
 
 @pytest.mark.parametrize("include", [False, True])
