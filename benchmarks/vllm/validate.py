@@ -89,7 +89,7 @@ def wait_until_quiet(load: float, limit_s: float) -> None:
 def start(folder: Path) -> list[Engine]:
     """Both engines, up."""
     model = folder / "model"
-    subprocess.run([PYTHON, Path(__file__).with_name("model.py"), model], check=True, capture_output=True)
+    subprocess.run([PYTHON, Path(__file__).with_name("_model.py"), model], check=True, capture_output=True)
     flags = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", str(BUDGET_TOKENS)]
     engines = [
         Engine(model, folder, core=core, blocks=blocks, max_num_seqs=seqs, flags=flags)

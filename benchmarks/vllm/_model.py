@@ -1,4 +1,4 @@
-"""Builds the model of the comparison: `.venv-vllm/bin/python benchmarks/vllm/model.py FOLDER`.
+"""Builds the model of the comparison: `.venv-vllm/bin/python benchmarks/vllm/_model.py FOLDER`.
 
 That of the tests with 22 million parameters instead of 2.6: a step then takes tens of milliseconds on one core, and
 what the client, the dispatcher and the engine's HTTP server take of the same cores weighs little beside it.
