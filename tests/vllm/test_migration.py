@@ -86,7 +86,7 @@ def context_tokens(relay: Relay) -> int:
 async def move_and_count(
     dispatcher: Dispatcher, engines: Engines, relay: Relay, at_tokens: int
 ) -> tuple[float, float, int]:
-    """Move a request to the other engine: tokens that came there by NIXL, and were computed, and its context by then."""
+    """Move a request to the other engine: tokens that came there by NIXL, and were computed, and its context then."""
     destination = 1 - relay.slot
     before = await metrics(engines[destination])
     migration = await move(dispatcher, relay, destination, at_tokens)
