@@ -280,7 +280,7 @@ def test_commands_in_the_documentation_are_understood(page: str) -> None:
     examples += re.findall(r"`fleetpilot ([a-z][^`A-Z]*)`", text)
     assert examples
     for example in examples:
-        if example != "trace":  # named as a group
+        if example not in ("trace", "calibrate", "validate"):  # named, without what they need
             assert _parser().parse_args(shlex.split(example)).run
 
 

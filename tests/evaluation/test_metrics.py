@@ -407,6 +407,7 @@ def test_the_fleet_over_the_window(requests, samples, make_log) -> None:
         "run_prefix_hit_ratio": 0.25,
         "run_preemptions": 3,
         "run_instance_seconds": 100.0,
+        "run_instances": 1.0,
         "run_held_s": 0.0,
     }
 

@@ -169,7 +169,10 @@ def test_failures_may_differ_between_segments(tmp_path: Path) -> None:
     runs = evaluate([scenario(failures=of_segments)], POLICIES[:2], tmp_path, seeds=(0,), workers=1)
     stored = [run.summary["config"]["fleet"]["failures"] for run in runs]
     assert [failures and failures["at"] for failures in stored] == [None] * 2 + [[[1.0, 0]]] * 2 + [[[2.0, 1]]] * 2
-    assert [run.summary["metrics"]["migrations"]["restarts"] > 0 for run in runs] == [False] * 2 + [True] * 4
+    restarts = [run.summary["metrics"]["migrations"]["restarts"] for run in runs]
+    assert restarts[:2] == [0, 0]
+    assert sum(restarts[2:4]) > 0  # a policy may have sent nothing to the instance that failed
+    assert sum(restarts[4:]) > 0
     with pytest.raises(ValueError, match="got failures of 1 segments, expected 3"):
         scenario(failures=(None,))
 
@@ -312,7 +315,7 @@ def test_columns_of_moves_and_losses_are_there_where_they_tell_something(
     table = values_table(result)
     row = dict(zip(table.header, (cell.text for cell in table.rows[0]), strict=True))
     counts = [run.summary["metrics"]["migrations"]["restarts"] for run in runs]
-    assert 0 < np.mean(counts) == float(row["restarts"])
+    assert 0 < np.mean(counts) == pytest.approx(float(row["restarts"]), rel=1e-2)  # shown with three digits
     assert 1.5 < float(row["instances"]) < 2
     assert "migrations" not in row
 
