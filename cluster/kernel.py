@@ -494,6 +494,7 @@ def advance(s: Any, e: int) -> int:
             env.returned_head = slot_at(s, index).next
             slot_at(s, index).restarts += 1
             if slot_at(s, index).restarts > env.max_restarts:
+                env.decision_slot = NIL  # it may have been the last one asked about
                 fail_request(s, env, index, env.time_s)
             elif _ask_for_dispatch(s, e, index, 0, env.time_s):
                 return NEED_DECISION

@@ -1,7 +1,7 @@
 """Migration, lifecycle and failures of docs/model.md a second time, on the engines of tests/oracle.py.
 
-One event at a time, and after each of them conservation is asserted: every block, every request. Failures at drawn
-times are not modelled.
+One event at a time, and after each of them conservation is asserted: every block, every request. Draws are those of the
+run's seed 0.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ ABSENT, STARTING, READY, DRAINING, FAILED = range(5)
 (
     _NOTICE,
     _FAILURE,
+    _DRAWN_FAILURE,
     _STARTED,
     _DEADLINE,
     _COPIED,
@@ -42,7 +43,7 @@ ABSENT, STARTING, READY, DRAINING, FAILED = range(5)
     _SCALE_TICK,
     _SAMPLE,
     _BOUNDARY,
-) = range(12)
+) = range(13)
 """Events, in the order in which those of the same time happen."""
 
 _MOST_EVENTS = 200_000
@@ -221,6 +222,8 @@ class Fleet:
         self.next_retry_s = math.inf
         self.failures = sorted(config.failures.at) if config.failures else []  # those to come
         self.notices = [(self.notice_s(time_s), index) for time_s, index in self.failures]
+        self.drawn_failures = [0] * len(config.instances)  # so many of each have happened
+        self.next_drawn_s = [self.until_drawn_s(index, 0) for index in range(len(config.instances))]
         self.source_ticks = self.scale_ticks = self.samples_taken = 0
         self.sample_interval_s = sample_interval_s
         self.samples: list[tuple[float, int, int]] = []
@@ -251,6 +254,7 @@ class Fleet:
         events += [(time_s, _FAILURE, index) for time_s, index in self.failures[:1]]
         for index, engine in enumerate(self.engines):
             events += [(engine.ready_s, _STARTED, index), (engine.deadline_s, _DEADLINE, index)]
+            events.append((self.next_drawn_s[index], _DRAWN_FAILURE, index))
             if engine.migration is not None and engine.migration.source == index:
                 events.append((engine.migration.stage_end_s, _COPIED, index))
             events.append((engine.boundary_s, _BOUNDARY, index))
@@ -273,6 +277,10 @@ class Fleet:
                 self.engines[index].state = DRAINING
         elif kind == _FAILURE:
             self.failures.pop(0)
+            self.fail(index)
+        elif kind == _DRAWN_FAILURE:
+            self.drawn_failures[index] += 1
+            self.next_drawn_s[index] += self.until_drawn_s(index, self.drawn_failures[index])
             self.fail(index)
         elif kind == _STARTED:
             self.engines[index].ready_s = math.inf
@@ -662,6 +670,15 @@ class Fleet:
         engine.billed_s += self.now_s - engine.billed_since_s
         engine.billed_since_s = math.nan
 
+    def until_drawn_s(self, index: int, n: int) -> float:
+        """From the failure drawn before, or the start, to the n-th one."""
+        mtbf_s = self.config.failures.mtbf_s if self.config.failures else math.inf
+        return (
+            math.inf
+            if mtbf_s == math.inf
+            else -mtbf_s * math.log(1 - split_mix(3_000_000_019 + 4_000_000_000 * index + n))
+        )
+
     def notice_s(self, failure_s: float) -> float:
         return max(0.0, failure_s - self.config.failures.notice_s)
 
@@ -757,6 +774,14 @@ class Fleet:
             end_s=self.now_s,
             samples=self.samples,
         )
+
+
+def split_mix(stream: int) -> float:
+    """A number from 0 to 1, of seed 0."""
+    x = 0x9E3779B97F4A7C15 * (stream + 1) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return ((x ^ x >> 31) >> 11) / 2**53
 
 
 def simulate_fleet(

@@ -726,6 +726,14 @@ FLEET_FAULTS = (
         "if slot_at(s, index).restarts > env.max_restarts:",
         "if slot_at(s, index).restarts > env.max_restarts + 1:",
     ),
+    Fault(
+        "the time to the next failure that is drawn counts from the repair",
+        LIFECYCLE,
+        "            draw_failure(env, inst, g)\n            _fail(s, env, g, time_s)\n",
+        "            draw_failure(env, inst, g)\n"
+        "            _fail(s, env, g, time_s)\n"
+        "            inst.fail_s += env.repair_s\n",
+    ),
     # --- notices ---
     Fault(
         "a notice is ignored",

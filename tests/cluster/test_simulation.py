@@ -479,7 +479,7 @@ def test_a_fleet_that_fails_faster_than_it_serves_comes_to_an_end() -> None:
     table = make_table("long", [0.0, 0.0], [8, 8], [500, 500])
     slow = PROFILE.replace(a_s=1.0, kv_blocks=1000)
     fleet = FleetConfig.of(slow, 2, failures=Failures(mtbf_s=1.0, repair_s=0.5, max_restarts=30))
-    log = simulate(table, fleet, ROUND_ROBIN)
+    log = simulate(table, fleet, ROUND_ROBIN, check=True)
     assert set(log.requests["status"]) == {FAILED}
     assert set(log.requests["restarts"]) == {31}
 
