@@ -44,9 +44,10 @@ from fleetpilot.fleet.view import KIND_DESTINATION, KIND_DISPATCH, KIND_SOURCE, 
 pytestmark = pytest.mark.vllm
 
 Engines = tuple[Engine, Engine]
+Counters = dict[tuple[str, str], float]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.ABCDEFGHIJ"
-ANSWER_TOKENS = 120
+ANSWER_TOKENS = 160
 LEAST_LEFT_TOKENS = 20
 """Still to come behind the last seam."""
 LEAST_SHARE_BY_NIXL = 0.95
@@ -84,13 +85,13 @@ def context_tokens(relay: Relay) -> int:
 
 
 async def move_and_count(
-    dispatcher: Dispatcher, engines: Engines, relay: Relay, at_tokens: int
+    dispatcher: Dispatcher, engines: Engines, relay: Relay, at_tokens: int, before: Counters
 ) -> tuple[float, float, int]:
     """Move a request to the other engine: tokens that came there by NIXL, and were computed, and its context then."""
     destination = 1 - relay.slot
-    before = await metrics(engines[destination])
+    begun_at = relay.tokens
     migration = await move(dispatcher, relay, destination, at_tokens)
-    assert migration.outcome == "completed"
+    assert migration.outcome == "completed", f"from token {begun_at} ({at_tokens} wanted) to {relay.tokens}"
     context = context_tokens(relay)
     assert ANSWER_TOKENS - relay.tokens > LEAST_LEFT_TOKENS
     await until(lambda: relay.ended or migration.resumed_s)
@@ -110,10 +111,11 @@ def test_moved_streams_are_those_of_unmoved_requests(engines: Engines) -> None:
                 name = f"moved-{number}"
                 async with slots:
                     async with turns:
+                        before = await metrics(engines[1])
                         task = asyncio.create_task(stream(client, body, route, name))
                         relay = await relay_of(dispatcher, name)
-                        moment = generator.randrange(1, ANSWER_TOKENS // 3)
-                        by_nixl, _, context = await move_and_count(dispatcher, engines, relay, moment)
+                        moment = generator.randrange(1, ANSWER_TOKENS // 4)
+                        by_nixl, _, context = await move_and_count(dispatcher, engines, relay, moment, before)
                     await compare(engines, await task, route, body)
                 return by_nixl, context
 
@@ -133,13 +135,15 @@ def test_streams_moved_there_and_back(engines: Engines) -> None:
         async with serving(engines) as (dispatcher, client):
             for number in range(16, 24):
                 route, body, generator = a_request(number)
+                before = await metrics(engines[1])
                 task = asyncio.create_task(stream(client, body, route, f"twice-{number}"))
                 relay = await relay_of(dispatcher, f"twice-{number}")
-                moment = generator.randrange(1, ANSWER_TOKENS // 5)
-                by_nixl, _, context = await move_and_count(dispatcher, engines, relay, moment)
+                moment = generator.randrange(1, ANSWER_TOKENS // 6)
+                by_nixl, _, context = await move_and_count(dispatcher, engines, relay, moment, before)
                 assert by_nixl >= LEAST_SHARE_BY_NIXL * context
+                before = await metrics(engines[0])
                 moment = relay.tokens + generator.randrange(1, 6)
-                _, computed, context = await move_and_count(dispatcher, engines, relay, moment)
+                _, computed, context = await move_and_count(dispatcher, engines, relay, moment, before)
                 assert computed < (1 - LEAST_SHARE_BY_NIXL) * context
                 assert relay.answer is not None
                 assert relay.answer.seams == 2
