@@ -139,13 +139,19 @@ class Engine:
             self.port, self._nixl_port = free_ports(2)
             self.launch()
             self._wait_healthy()
-        self._calm_progress_threads()
+        self._settle_threads()
 
-    def _calm_progress_threads(self) -> None:
-        """NIXL's progress thread never sleeps (its delay is 0): on one core it would take half of the engine's time."""
+    def _settle_threads(self) -> None:
+        """Undo what two engines on two cores cannot bear.
+
+        On the CPU, vLLM's NIXL connector moves the thread that computes to the last core of the node, whatever it was
+        bound to: all engines would compute on that one. And NIXL's progress thread never sleeps (its delay is 0): on
+        one core it would take half of the engine's time.
+        """
         for process in _group(self._process.pid if self._process else 0):
             for thread in Path(f"/proc/{process}/task").iterdir():
                 with contextlib.suppress(OSError):  # a thread that has just ended
+                    os.sched_setaffinity(int(thread.name), {self.core})
                     if (thread / "comm").read_text() == "VLLM::Worker\n" and int(thread.name) != process:
                         os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
 
