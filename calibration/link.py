@@ -41,7 +41,7 @@ class Link:
 
     Attributes:
         round_trip_s: a copy of nothing, and the way of its request.
-        bandwidth_bytes_per_s: of the blocks.
+        bandwidth_bytes_per_s: of the blocks; where longer copies took no longer, what the noise leaves room for.
         kv_bytes_per_token: that the copies moved.
         probe_s: median time to pin blocks.
         error: median relative error of the line through the copies' times.
@@ -93,7 +93,7 @@ def fit_link(copies: Sequence[Copy], kv_bytes_per_token: int, step_s: float) -> 
         step_s: an iteration of one token, which the destination's answer contains and the simulator has of its own.
 
     Raises:
-        ValueError: fewer than two lengths, or longer copies that take no longer.
+        ValueError: fewer than two lengths, or two of which the longer takes no longer.
     """
     lengths = sorted({copy.tokens for copy in copies})
     if len(lengths) < 2:
@@ -101,6 +101,10 @@ def fit_link(copies: Sequence[Copy], kv_bytes_per_token: int, step_s: float) -> 
     times_s = [float(np.median([copy.copy_s for copy in copies if copy.tokens == n])) for n in lengths]
     weights = 1 / np.asarray(times_s)
     slope, constant = np.polyfit(lengths, times_s, 1, w=weights)
+    if not slope > 0 and len(lengths) > 2:
+        _, covariance = np.polyfit(lengths, times_s, 1, w=weights, cov=True)
+        slope = np.sqrt(covariance[0, 0])
+        constant = np.average(times_s - slope * np.asarray(lengths), weights=weights)
     if not slope > 0:
         raise ValueError(f"copies of {lengths} tokens took {times_s} s: expected longer ones to take longer")
     per_token = [copy.bytes / copy.tokens for copy in copies if copy.bytes > 0]

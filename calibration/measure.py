@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ from fleetpilot.calibration.live import (
 from fleetpilot.calibration.plan import LONGEST_PROMPT, STEPS, Limits, Point, plan
 from fleetpilot.calibration.points import PointsFile
 from fleetpilot.calibration.start_up import StartedEngine, start_engine
+from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.evaluation.provenance import to_json
 from fleetpilot.fleet.profiles import HardwareProfile, profile_to_toml
 
@@ -58,6 +61,8 @@ class Request:
         limit_s: for the points.
         longest_prompt: tokens; longer ones are not measured.
         rounds: repeats of each point, at most.
+        poll_interval_s: between two readings of an engine's metrics meanwhile, as a dispatcher reads them: they take
+            time of the engine's host.
         max_error: see `MAX_ERROR`.
     """
 
@@ -70,6 +75,7 @@ class Request:
     limit_s: float = LIMIT_S
     longest_prompt: int = LONGEST_PROMPT
     rounds: int = ROUNDS
+    poll_interval_s: float = ServeConfig.poll_interval_s
     max_error: float = MAX_ERROR
 
     @property
@@ -95,6 +101,7 @@ class Calibration:
         link: None if it was not measured.
         not_measured: what, and why.
         start_up_s: None if it was not measured.
+        poll_s: median time to read an engine's metrics while points were measured.
         repeats: fewest repeats of a point.
         points: different points per engine.
         spread: median over the points of the relative standard deviation of their repeats.
@@ -109,6 +116,7 @@ class Calibration:
     link: Link | None
     not_measured: tuple[str, ...]
     start_up_s: float | None
+    poll_s: float
     repeats: int
     points: int
     spread: float
@@ -137,6 +145,7 @@ class _Run:
         self._engines = [LiveEngine(url, slot, request.api_key) for slot, url in enumerate(request.urls)]
         self._begun_s = time.perf_counter()
         self._load = os.getloadavg()[0]
+        self._polls_s: defaultdict[int, list[float]] = defaultdict(list)
 
     async def run(self) -> Calibration:
         started = None
@@ -158,21 +167,44 @@ class _Run:
         if started is not None:
             points.add(kind="start_up", engine=0, key="start-up", time_s=started.start_up_s)
         plans = [plan(self._limits(fact)) for fact in facts]
-        await asyncio.gather(*(self._warm_up(engine, fact) for engine, fact in zip(self._engines, facts, strict=True)))
-        deadline_s = time.perf_counter() + self._request.limit_s
-        complete = 0
-        for round_number in range(1, self._request.rounds + 1):
-            if not await self._round(plans, round_number, deadline_s):
-                break
-            complete = round_number
-            if round_number == 1:
-                await self._measure_link(facts)
+        known = len(points)
+        polls = [asyncio.create_task(self._poll(engine)) for engine in self._engines]
+        try:
+            warm_ups = (self._warm_up(engine, fact) for engine, fact in zip(self._engines, facts, strict=True))
+            await asyncio.gather(*warm_ups)
+            complete = await self._rounds(facts, plans, time.perf_counter() + self._request.limit_s)
+        finally:
+            for poll in polls:
+                poll.cancel()
+            if len(points) > known:
+                self._keep_polls()
         if not complete:
             raise CalibrationError(
                 f"{len(points)} points were measured in {self._request.limit_s:g} s, not every one of them once; they "
                 f"are kept in {points.path}: the same command goes on from there"
             )
         return self._result(facts, plans, complete)
+
+    async def _poll(self, engine: LiveEngine) -> None:
+        while True:
+            begun_s = time.perf_counter()
+            with contextlib.suppress(MeasureError):  # the point that is measured fails, too, and says so
+                await engine.metrics_text()
+                self._polls_s[engine.slot].append(time.perf_counter() - begun_s)
+            await asyncio.sleep(self._request.poll_interval_s)
+
+    def _keep_polls(self) -> None:
+        for slot, times_s in self._polls_s.items():
+            self._points.add(kind="poll", engine=slot, key="poll", time_s=float(np.median(times_s)))
+
+    async def _rounds(self, facts: Sequence[Facts], plans: Sequence[Sequence[Point]], deadline_s: float) -> int:
+        """Measure until the deadline; how many rounds are complete."""
+        for round_number in range(1, self._request.rounds + 1):
+            if not await self._round(plans, round_number, deadline_s):
+                return round_number - 1
+            if round_number == 1:
+                await self._measure_link(facts)
+        return self._request.rounds
 
     async def _learn(self) -> list[Facts]:
         for engine in self._engines:
@@ -261,6 +293,7 @@ class _Run:
             link=link,
             not_measured=tuple(not_measured),
             start_up_s=float(np.median([point["time_s"] for point in start_up])) if start_up else None,
+            poll_s=float(np.median([point["time_s"] for point in self._points.of(kind="poll")])),
             repeats=complete,
             points=max(map(len, plans)),
             spread=self._spread(),
@@ -419,7 +452,8 @@ def calibration_text(found: Calibration) -> str:
         f"held out: {_errors_text(found.fit.held_out)}",
         "cost in ms: "
         + ", ".join(f"{name.removesuffix('_s')} {value * 1e3:.4g}" for name, value in found.fit.cost.items()),
-        f"a request's way to the engine and back: {found.fit.request_s * 1e3:.3g} ms",
+        f"a request's way to the engine and back: {found.fit.request_s * 1e3:.3g} ms; a reading of its metrics: "
+        f"{found.poll_s * 1e3:.3g} ms",
         f"prefill of 1,024 tokens {profile.prefill_s(1024) * 1e3:.4g} ms, decode step of 1 x 1,024 tokens "
         f"{profile.decode_s(1, 1024) * 1e3:.4g} ms, of 8 x 1,024 {profile.decode_s(8, 1024) * 1e3:.4g} ms",
     ]

@@ -45,7 +45,8 @@ def validation_markdown(found: Validation, command: str) -> str:
         "",
         f"{setup['requests']} requests in {setup['span_s']:.0f} s, mean prompt {setup['mean_prompt_tokens']:.0f} and "
         f"answer {setup['mean_output_tokens']:.0f} tokens; {len(setup['engines'])} engines with KV blocks "
-        f"{setup['kv_blocks']} and max_num_seqs {setup['max_num_seqs']}; {setup['repeats']} repeats of each policy. "
+        f"{setup['kv_blocks']} and max_num_seqs {setup['max_num_seqs']}; {setup['repeats']} repeats of each policy, "
+        f"{setup['simulated_runs']} simulated runs. "
         f"Requests were sent at most {found.late_p99_s * 1e3:.1f} ms late (P99). "
         f"Load average {found.load[0]:.1f} before, {found.load[1]:.1f} after; {found.seconds:.0f} s. "
         f"To the simulator's latencies {found.request_s * 1e3:.3g} ms are added, a request's way to the engine and "

@@ -35,6 +35,10 @@ class ValidationError(Exception):
     """The replay could not be made."""
 
 
+SIMULATED_RUNS = 20
+"""Of each policy, with other phases of the polls and other draws of the policy: one costs less than a second."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """What is compared.
@@ -137,21 +141,21 @@ def validate(setup: Setup, progress: Progress = lambda text: None) -> Validation
         raise ValidationError(str(error)) from None
     except TimeoutError:
         raise ValidationError("requests did not end, or an engine did not become ready, in time") from None
-    request_s, link = _record(setup.profiles[0])
+    known = _known(setup.profiles[0])
     runs: dict[str, list[RunLog]] = {}
     for name, policy in policies.items():
         progress(f"simulating {name}")
         runs[name] = [
             simulate(
-                _as_the_dispatcher_sees(setup.table),
-                _fleet(setup, profiles, policy, link),
+                _as_the_dispatcher_sees(setup.table, setup.dispatcher.poll_interval_s, setup.seed + run),
+                _fleet(setup, profiles, policy, known),
                 policy,
-                setup.seed + repeat,
+                setup.seed + run,
                 sample_interval_s=0.5,
             )
-            for repeat in range(setup.repeats)
+            for run in range(SIMULATED_RUNS)
         ]
-    simulated = {name: [_outside(log.requests, request_s) for log in logs] for name, logs in runs.items()}
+    simulated = {name: [_outside(log.requests, known.request_s) for log in logs] for name, logs in runs.items()}
     real = {name: [found.requests for found in logs] for name, logs in replays.items()}
     every = [found for logs in replays.values() for found in logs]
     return Validation(
@@ -160,8 +164,8 @@ def validate(setup: Setup, progress: Progress = lambda text: None) -> Validation
         engines={name: _used_engines(logs, setup) for name, logs in replays.items()},
         simulator={name: _used_simulator(logs, simulated[name], setup) for name, logs in runs.items()},
         setup=_setup_json(setup, profiles),
-        request_s=request_s,
-        link=link,
+        request_s=known.request_s,
+        link=known.link,
         kv_bytes_per_token=profiles[0].kv_bytes_per_token,
         failed={
             name: int(sum(np.sum(log["generated"] < log["output_tokens"]) for log in logs))
@@ -241,25 +245,39 @@ async def _profiles(setup: Setup, engines: Sequence[LiveEngine]) -> list[Hardwar
     return profiles
 
 
-def _record(profile: str) -> tuple[float, Link | None]:
-    """A request's way to the engine and back, and the link, from the record beside a calibrated profile."""
+@dataclass(frozen=True)
+class _Known:
+    """What the record beside a calibrated profile knows beyond it; nothing of a profile that has none."""
+
+    request_s: float = 0.0
+    poll_s: float = 0.0
+    link: Link | None = None
+
+
+def _known(profile: str) -> _Known:
     path = Path(profile)
     candidates = [path.with_suffix(".json"), path.with_name(f"{path.stem.rpartition('-')[0]}.json")]
     record = next((each for each in candidates if path.suffix == ".toml" and each.is_file()), None)
     if record is None:
-        return 0.0, None
+        return _Known()
     found = json.loads(record.read_text(encoding="utf-8"))
-    return float(found["fit"]["request_s"]), Link(**found["link"]) if found["link"] else None
+    link = Link(**found["link"]) if found["link"] else None
+    return _Known(float(found["fit"]["request_s"]), float(found["poll_s"]), link)
 
 
-def _as_the_dispatcher_sees(table: RequestTable) -> RequestTable:
-    """Lengths as the dispatcher predicts them: what answers have had on the mean, at most what the client allows."""
+def _as_the_dispatcher_sees(table: RequestTable, poll_interval_s: float, seed: int) -> RequestTable:
+    """Lengths as the dispatcher predicts them, and arrivals at any moment between two polls.
+
+    It predicts what answers have had on the mean, at most what the client allows. Simulated polls are at multiples of
+    their interval, the dispatcher's are not: what arrives just before one or just after it may fare differently.
+    """
     predicted = np.minimum(table.output_tokens.mean(), table.output_tokens)
-    return table.replace(predicted_output_tokens=predicted.astype(np.float32))
+    shift_s = np.random.default_rng(seed).uniform(0.0, poll_interval_s)
+    return table.replace(predicted_output_tokens=predicted.astype(np.float32), arrival_s=table.arrival_s + shift_s)
 
 
-def _fleet(setup: Setup, profiles: Sequence[HardwareProfile], policy: Policy, link: Link | None) -> FleetConfig:
-    config = setup.dispatcher
+def _fleet(setup: Setup, profiles: Sequence[HardwareProfile], policy: Policy, known: _Known) -> FleetConfig:
+    config, link = setup.dispatcher, known.link
     rebalancing = None
     if config.migration and KIND_SOURCE in kinds_of(policy) and link is not None:
         rebalancing = Rebalancing(
@@ -273,7 +291,7 @@ def _fleet(setup: Setup, profiles: Sequence[HardwareProfile], policy: Policy, li
         )
     return FleetConfig(
         tuple(profiles),
-        telemetry=Telemetry(config.poll_interval_s),
+        telemetry=Telemetry(config.poll_interval_s, known.poll_s),
         hold_interval_s=config.hold_interval_s,
         max_hold_s=config.max_hold_s,
         slo_classes=(setup.slo,),
@@ -340,6 +358,7 @@ def _setup_json(setup: Setup, profiles: Sequence[HardwareProfile]) -> dict[str, 
         "mean_prompt_tokens": float(table.prompt_tokens.mean()),
         "mean_output_tokens": float(table.output_tokens.mean()),
         "repeats": setup.repeats,
+        "simulated_runs": SIMULATED_RUNS,
         "seed": setup.seed,
         "slo": setup.slo,
         "policies": [policy.name for policy in setup.policies],

@@ -139,7 +139,7 @@ def compare(setup: Setup, folder: Path, command: str) -> Validation:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--out", type=Path, default=ROOT / "runs" / "vllm")
-    parser.add_argument("--load", type=float, default=0.85, help="share of the fleet's capacity")
+    parser.add_argument("--load", type=float, default=0.75, help="share of the fleet's capacity")
     parser.add_argument("--span-s", type=float, default=60.0, help="of the arrivals of a replay")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)

@@ -886,6 +886,13 @@ def _add_calibrate(commands: Any) -> None:
         "--longest-prompt", metavar="N", type=_whole(64, 2**20), default=8192, help="tokens to measure (default 8192)"
     )
     parser.add_argument(
+        "--poll-interval-s",
+        metavar="S",
+        type=_seconds(0.01),
+        default=0.1,
+        help="between readings of the engines' metrics meanwhile, as serve reads them (default 0.1)",
+    )
+    parser.add_argument(
         "--max-error",
         metavar="X",
         type=_share,
@@ -911,6 +918,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         api_key=os.environ.get(arguments.api_key_env or "", ""),
         limit_s=arguments.limit_s,
         longest_prompt=arguments.longest_prompt,
+        poll_interval_s=arguments.poll_interval_s,
         max_error=arguments.max_error,
     )
     try:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from emulated import eventually
 
@@ -144,6 +145,13 @@ def test_a_link_comes_back_from_its_own_times() -> None:
     assert link.round_trip_s == pytest.approx(0.012)
     assert link.kv_bytes_per_token == pytest.approx(4096)
     assert link.error < 1e-6
+
+
+def test_a_bandwidth_that_the_noise_hides_is_what_the_noise_leaves_room_for() -> None:
+    times_s = {63: 0.0332, 255: 0.0456, 511: 0.0306, 1022: 0.0328}  # of two engines that share a host
+    link = fit_link([Copy(n, 0.03, time_s, 0.03, n * 8192.0) for n, time_s in times_s.items()], 8192, 0.015)
+    assert 1022 * 8192 / 0.0456 < link.bandwidth_bytes_per_s < np.inf
+    assert 0.0 < link.round_trip_s < 0.0306
 
 
 def test_a_link_whose_long_copies_take_no_longer_is_refused() -> None:

@@ -34,7 +34,7 @@ def found(urls: list[str], profiles: list[HardwareProfile], tmp_path: Path) -> V
         "probe_s": 0.01,
         "error": 0.0,
     }
-    (tmp_path / "small.json").write_text(json.dumps({"fit": {"request_s": 0.003}, "link": link}))
+    (tmp_path / "small.json").write_text(json.dumps({"fit": {"request_s": 0.003}, "poll_s": 0.005, "link": link}))
     table = workload("poisson?rate=40&prompt=uniform:20:200&output=uniform:4:40&n=40")
     policies = tuple(load_policy(name) for name in ("round-robin", "llumnix"))
     return validate(Setup(table, tuple(urls), (str(path),), policies, repeats=2))
