@@ -15,6 +15,7 @@ from fleetpilot.cluster.memory import handle
 from fleetpilot.cluster.state import Capacity, State, allocate, as_records, copy_state, restore_state
 from fleetpilot.fleet.jit import UNCOMPILED
 from fleetpilot.fleet.view import KIND_DISPATCH, FleetView
+from fleetpilot.workloads.table import RequestTable
 
 
 class ClusterBatch:
@@ -38,8 +39,7 @@ class ClusterBatch:
         self,
         e: int,
         fleet: FleetConfig,
-        rows: NDArray[np.void],
-        nodes: NDArray[np.void],
+        table: RequestTable,
         *,
         seed: int,
         stop_s: float,
@@ -51,8 +51,7 @@ class ClusterBatch:
         Args:
             e: index of the environment.
             fleet: its fleet.
-            rows: `loading.row_records` of its requests.
-            nodes: `loading.node_records` of their prefix tree.
+            table: its requests.
             seed: of tie breaks and jitter.
             stop_s: when the run ends.
             engines: `ENGINE` records that replace the profiles' constants.
@@ -60,7 +59,7 @@ class ClusterBatch:
         """
         loading.load_fleet(self.state, self.size, e, fleet, engines)
         loading.load_env(self.state, self.size, e, fleet, seed=seed, leap=True, stop_s=stop_s, kinds=kinds)
-        loading.load_rows(self.state, self.size, e, rows, nodes)
+        loading.load_table(self.state, self.size, e, table)
         prepare(self.handle, e)
 
     def save(self) -> State:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from fleetpilot.cluster.config import PROTOCOLS, REQUEST_CHOICES, Failures, FleetConfig
 from fleetpilot.cluster.state import (
     ENGINE,
+    INSTANCE,
     MODE_CHUNKED,
     MODE_PREFILL_FIRST,
     NEVER,
@@ -40,10 +42,19 @@ def engine_record(profile: HardwareProfile) -> NDArray[np.void]:
     return engine
 
 
-def static_view(profile: HardwareProfile, slot: int) -> NDArray[np.void]:
-    """One `INSTANCE_VIEW` record with what is known before anything happens."""
+def _plain(records: NDArray[np.void]) -> NDArray[np.void]:
+    """Records without their fields, which NumPy copies several times faster."""
+    return records.view(np.dtype((np.void, records.itemsize)))
+
+
+def _clear(records: NDArray[np.void]) -> None:
+    records.view(np.uint8).fill(0)
+
+
+@lru_cache
+def _static_view(profile: HardwareProfile) -> NDArray[np.void]:
+    """One `INSTANCE_VIEW` record, `_plain`, with what is known before anything happens, but for the slot."""
     view = np.zeros((), INSTANCE_VIEW)
-    view["slot"] = slot
     view["candidate"] = 1
     view["state"] = STATE_READY
     view["kv_capacity_blocks"] = profile.kv_blocks
@@ -58,12 +69,17 @@ def static_view(profile: HardwareProfile, slot: int) -> NDArray[np.void]:
         view[name] = getattr(profile, name)
     view["poll_age_s"] = np.inf
     view["free_blocks"] = profile.kv_blocks
-    return view
+    return _plain(view)
 
 
 def row_records(table: RequestTable) -> NDArray[np.void]:
     """The table as `ROW` records, with each row's children linked."""
     rows = np.zeros(len(table), ROW)
+    _write_table(rows, table)
+    return rows
+
+
+def _write_table(rows: NDArray[np.void], table: RequestTable) -> None:
     _write_rows(
         rows.view(np.recarray),
         table.arrival_s,
@@ -79,7 +95,6 @@ def row_records(table: RequestTable) -> NDArray[np.void]:
         table.own_node,
         table.parent,
     )
-    return rows
 
 
 @kernel
@@ -99,6 +114,7 @@ def _write_rows(
     parent: Any,
 ) -> None:
     # Row by row: column by column every cache line of the records would be fetched once per column.
+    closed = False
     for i in range(len(rows)):
         row = rows[i]
         row.arrival_s = arrival_s[i]
@@ -113,8 +129,11 @@ def _write_rows(
         row.prefix_node = prefix_node[i]
         row.own_node = own_node[i]
         row.closed = 0 if np.isnan(think_s[i]) else 1
+        closed = closed or row.closed != 0
         row.first_child = NIL
         row.next_sibling = NIL
+    if not closed:
+        return
     for child in range(len(rows) - 1, -1, -1):
         if rows[child].closed != 0:
             rows[child].next_sibling = rows[parent[child]].first_child
@@ -124,9 +143,13 @@ def _write_rows(
 def node_records(table: RequestTable) -> NDArray[np.void]:
     """The prefix tree as `NODE` records."""
     nodes = np.zeros(len(table.node_parent), NODE)
+    _write_nodes(nodes, table)
+    return nodes
+
+
+def _write_nodes(nodes: NDArray[np.void], table: RequestTable) -> None:
     nodes["parent"] = table.node_parent
     nodes["end_tokens"] = table.node_end_tokens
-    return nodes
 
 
 def check_fits(table: RequestTable, fleet: FleetConfig) -> None:
@@ -135,7 +158,7 @@ def check_fits(table: RequestTable, fleet: FleetConfig) -> None:
     Raises:
         ValueError: naming the row, its tokens and the instance's limit.
     """
-    total = table.prompt_tokens.astype(np.int64) + table.output_tokens
+    total = np.add(table.prompt_tokens, table.output_tokens, dtype=np.int64)
     if len(total) == 0:
         return
     row = int(np.argmax(total))
@@ -180,28 +203,9 @@ def capacity_for(
     )
 
 
-def load_fleet(
-    state: State, size: Capacity, e: int, fleet: FleetConfig, engines: NDArray[np.void] | None = None
-) -> None:
-    """Set environment `e` up with idle instances and no requests; `engines` replaces the profiles' own constants."""
-    n = len(fleet.profiles)
-    first = e * size.instances
-    these = slice(first, first + n)
-    g = np.arange(first, first + n)
-    if engines is None:
-        engines = np.array([engine_record(p) for p in fleet.profiles])
-    state.engine[these] = engines
-    numbers = {profile: number for number, profile in enumerate(dict.fromkeys(fleet.profiles))}
-    state.engine["profile"][these] = [numbers[profile] for profile in fleet.profiles]
-    instance = state.instance[these]
-    instance[...] = np.zeros((), instance.dtype)
-    instance["env"] = e
-    instance["batch0"] = g * size.max_num_seqs
-    instance["residues0"] = g * size.max_block_size
-    instance["residency0"] = g * size.nodes
-    instance["node0"] = e * size.nodes
-    instance["poll0"] = g * size.polls
-    instance["polls"] = size.polls
+def _idle_instance() -> NDArray[np.void]:
+    """One `INSTANCE` record before the first event, but for what depends on where and of which fleet it is."""
+    instance = np.zeros((), INSTANCE)
     for name in (
         "prefilling",
         "head",
@@ -219,22 +223,52 @@ def load_fleet(
     ):
         instance[name] = NIL
     instance["first_finish_step"] = NEVER
-    instance["free_blocks"] = engines["kv_blocks"]
-    instance["reported"]["free_blocks"] = engines["kv_blocks"]
     instance["jitter"] = 1.0
     instance["last_decode_s"] = -1.0
+    instance["due_s"] = np.inf
+    return instance
+
+
+_IDLE = _plain(_idle_instance())
+
+
+def load_fleet(
+    state: State, size: Capacity, e: int, fleet: FleetConfig, engines: NDArray[np.void] | None = None
+) -> None:
+    """Set environment `e` up with idle instances and no requests; `engines` replaces the profiles' own constants."""
+    n = len(fleet.profiles)
+    first = e * size.instances
+    these = slice(first, first + n)
+    g = np.arange(first, first + n)
+    if engines is None:
+        engines = np.array([engine_record(p) for p in fleet.profiles])
+    _plain(state.engine)[these] = _plain(engines)
+    numbers = {profile: number for number, profile in enumerate(dict.fromkeys(fleet.profiles))}
+    state.engine["profile"][these] = [numbers[profile] for profile in fleet.profiles]
+    instance = state.instance[these]
+    _plain(instance)[...] = _IDLE
+    instance["env"] = e
+    instance["batch0"] = g * size.max_num_seqs
+    instance["residues0"] = g * size.max_block_size
+    instance["residency0"] = g * size.nodes
+    instance["node0"] = e * size.nodes
+    instance["poll0"] = g * size.polls
+    instance["polls"] = size.polls
+    instance["free_blocks"] = engines["kv_blocks"]
+    instance["reported"]["free_blocks"] = engines["kv_blocks"]
     ready = n if fleet.scaling is None else fleet.scaling.ready
     instance["life"] = np.where(np.arange(n) < ready, STATE_READY, STATE_ABSENT)
     instance["billed_from_s"] = np.where(np.arange(n) < ready, 0.0, np.nan)
-    instance["due_s"] = np.inf
     state.next_boundary[first : first + size.instances] = (np.inf, -np.inf)
-    state.residues[first * size.max_block_size : (first + n) * size.max_block_size] = np.zeros((), state.residues.dtype)
+    _clear(state.residues[first * size.max_block_size : (first + n) * size.max_block_size])
     nodes = slice(first * size.nodes, (first + n) * size.nodes)
-    state.residency[nodes] = np.zeros((), state.residency.dtype)
-    state.indexed[nodes] = np.zeros((), state.indexed.dtype)
-    state.view_instance[first : first + size.instances] = np.zeros((), INSTANCE_VIEW)
+    _clear(state.residency[nodes])
+    _clear(state.indexed[nodes])
+    views = state.view_instance[first : first + size.instances]
+    _clear(views)
     for i, profile in enumerate(fleet.profiles):
-        state.view_instance[first + i] = static_view(profile, i)
+        _plain(views)[i] = _static_view(profile)
+    views["slot"][:n] = np.arange(n)
 
 
 def load_env(
@@ -249,8 +283,8 @@ def load_env(
     kinds: Collection[int] = (KIND_DISPATCH,),
 ) -> None:
     """Set the environment's own record: configuration, no requests, all slots free; `kinds` of decision are asked."""
-    env = state.env[e : e + 1]
-    env[...] = np.zeros((), env.dtype)
+    _clear(state.env[e : e + 1])
+    env = state.env[e]
     env["instances"] = len(fleet.profiles)
     env["ready"] = len(fleet.profiles) if fleet.scaling is None else fleet.scaling.ready
     env["instance0"] = e * size.instances
@@ -291,11 +325,11 @@ def load_env(
     env["repair_s"] = failures.repair_s
     env["restart"] = failures.requests == "restart"
     env["max_restarts"] = failures.max_restarts
-    state.view_request[e] = np.zeros((), state.view_request.dtype)
-    state.view_fleet[e] = np.zeros((), state.view_fleet.dtype)
+    _clear(state.view_request[e : e + 1])
+    _clear(state.view_fleet[e : e + 1])
 
 
-def _load_moves(env: NDArray[np.void], fleet: FleetConfig, kinds: Collection[int]) -> None:
+def _load_moves(env: np.void, fleet: FleetConfig, kinds: Collection[int]) -> None:
     """When the policy is asked for a SOURCE, and how a request moves."""
     moves = fleet.rebalancing
     env["rebalance_interval_s"] = np.inf
@@ -309,7 +343,7 @@ def _load_moves(env: NDArray[np.void], fleet: FleetConfig, kinds: Collection[int
         env[name] = getattr(moves, name)
 
 
-def _load_scaling(env: NDArray[np.void], fleet: FleetConfig, kinds: Collection[int]) -> None:
+def _load_scaling(env: np.void, fleet: FleetConfig, kinds: Collection[int]) -> None:
     """When the policy is asked for SCALE, and what that takes."""
     scaling = fleet.scaling
     env["scale_first_s"] = env["scale_interval_s"] = np.inf
@@ -322,18 +356,19 @@ def _load_scaling(env: NDArray[np.void], fleet: FleetConfig, kinds: Collection[i
         env[name] = getattr(scaling, name)
 
 
-def load_rows(state: State, size: Capacity, e: int, rows: NDArray[np.void], nodes: NDArray[np.void]) -> None:
-    """The requests of an episode, and the prefix tree that they share."""
-    plain = np.dtype((np.void, ROW.itemsize))  # which NumPy copies several times faster than fields
-    state.row.view(plain)[e * size.rows : e * size.rows + len(rows)] = rows.view(plain)
-    state.node[e * size.nodes : e * size.nodes + len(nodes)] = nodes
-    expect_rows(state, e, rows, nodes)
+def load_table(state: State, size: Capacity, e: int, table: RequestTable) -> None:
+    """The requests of an episode, and the prefix tree that they share, in the environment's part of the state."""
+    rows = state.row[e * size.rows : e * size.rows + len(table)]
+    nodes = state.node[e * size.nodes : e * size.nodes + len(table.node_parent)]
+    _write_table(rows, table)
+    _write_nodes(nodes, table)
+    expect_table(state, e, table)
 
 
-def expect_rows(state: State, e: int, rows: NDArray[np.void], nodes: NDArray[np.void]) -> None:
+def expect_table(state: State, e: int, table: RequestTable) -> None:
     """Tell environment `e` of the requests that its part of the state holds."""
-    env = state.env
-    env["rows"][e] = len(rows)
-    env["cursor"][e] = 0
-    env["nodes"][e] = len(nodes)
-    env["closed_loop"][e] = bool(rows["closed"].any())
+    env = state.env[e]
+    env["rows"] = len(table)
+    env["cursor"] = 0
+    env["nodes"] = len(table.node_parent)
+    env["closed_loop"] = not np.isnan(table.think_s).all()

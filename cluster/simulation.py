@@ -329,7 +329,7 @@ class _Run:
         """Put the requests to come, and the prefix tree that they share, into the state."""
         rows, nodes = loading.row_records(table), loading.node_records(table)
         self._use(self.state._replace(row=rows, node=nodes))
-        loading.expect_rows(self.state, 0, rows, nodes)
+        loading.expect_table(self.state, 0, table)
 
     def result(self, requests: NDArray[np.void], workload: str) -> RunLog:
         """The log of the run."""

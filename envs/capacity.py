@@ -49,13 +49,16 @@ def _capacity_rps(
     engine = engines[0]
     size = engine.block_size
     used = np.zeros(len(node_end_tokens), np.bool_)
+    whole_blocks = node_end_tokens // size * size
     output = own = cached = attention = output_x_own = output_x_cached = 0.0
     n = len(prompt_tokens)
     for i in range(n):
         hit = 0
         if engine.prefix_cache != 0 and prefix_node[i] >= 0:
             used[prefix_node[i]] = True
-            hit = min(node_end_tokens[prefix_node[i]], prompt_tokens[i] - 1) // size * size
+            hit = whole_blocks[prefix_node[i]]
+            if hit >= prompt_tokens[i]:
+                hit = (prompt_tokens[i] - 1) // size * size
         rest = prompt_tokens[i] - hit
         output += output_tokens[i]
         own += rest

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fleetpilot.cluster import FleetConfig, Telemetry
 from fleetpilot.cluster.config import Failures, Rebalancing, Scaling
-from fleetpilot.cluster.loading import check_fits, engine_record, node_records, row_records
+from fleetpilot.cluster.loading import check_fits, engine_record
 from fleetpilot.cluster.state import Capacity
 from fleetpilot.envs.capacity import capacity_rps
 from fleetpilot.envs.parameters import MAX_INSTANCES, Parameter, Range, checked_names, checked_type
@@ -89,8 +89,6 @@ class Episode:
         fleet: as the dispatcher knows it.
         table: the requests.
         engines: (instances,) `ENGINE` records of the hardware as it is.
-        rows: (n,) `ROW` records of the table.
-        nodes: (m,) `NODE` records of it.
         seed: of tie breaks and jitter.
         warmup_s: the first decision after this is the agent's.
     """
@@ -99,8 +97,6 @@ class Episode:
     fleet: FleetConfig
     table: RequestTable
     engines: NDArray[np.void]
-    rows: NDArray[np.void]
-    nodes: NDArray[np.void]
     seed: int
     warmup_s: float
 
@@ -251,29 +247,24 @@ class Scenario:
         for name, error in zip(_COEFFICIENTS, errors.tolist(), strict=True):
             engine["cost"][name] *= 1.0 + values["hardware_error"] * error
         rate_rps = values["load"] * instances * self.capacity_factor * capacity_rps(engine, table, instances)
+        table = replace(table, name=self.name, arrival_s=table.arrival_s / rate_rps)
+        warmup_s, last_s = _scored_part_s(table.arrival_s, int(warmup))
         fleet = FleetConfig.of(
             self.hardware,
             instances,
             telemetry=Telemetry(values["poll_interval_s"], values["poll_delay_s"]),
             max_hold_s=self.max_hold_s,
             slo_classes=self.requests.slo_classes,
+            rebalancing=self.rebalancing,
+            scaling=self._scaling(values, instances),
+            failures=_failures(values, instances, (warmup_s, last_s), life),
         )
         check_fits(table, fleet)
-        table = replace(table, name=self.name, arrival_s=table.arrival_s / rate_rps)
-        rows = row_records(table)
-        warmup_s = _warmup_s(rows["arrival_s"], int(warmup))
         return Episode(
             parameters={**values, "rate_rps": rate_rps},
-            fleet=replace(
-                fleet,
-                rebalancing=self.rebalancing,
-                scaling=self._scaling(values, instances),
-                failures=_failures(values, instances, (warmup_s, float(np.nanmax(rows["arrival_s"]))), life),
-            ),
+            fleet=fleet,
             table=table,
             engines=np.repeat(engine, instances),
-            rows=rows,
-            nodes=node_records(table),
             seed=seed,
             warmup_s=warmup_s,
         )
@@ -318,8 +309,12 @@ def _failures(
     )
 
 
-def _warmup_s(arrival_s: NDArray[np.float64], requests: int) -> float:
-    """When the warm-up ends: so many requests on, but before the last open-loop arrival."""
-    known = np.flatnonzero(~np.isnan(arrival_s))
-    last = known[-1]
-    return float(arrival_s[min(known[np.searchsorted(known, min(requests, last))], last)])
+def _scored_part_s(arrival_s: NDArray[np.float64], warmup_requests: int) -> tuple[float, float]:
+    """When the warm-up ends, so many requests on but before the last open-loop arrival, and when that is."""
+    last = len(arrival_s) - 1
+    while math.isnan(arrival_s[last]):
+        last -= 1
+    first = min(warmup_requests, last)
+    while math.isnan(arrival_s[first]):
+        first += 1
+    return float(arrival_s[first]), float(arrival_s[last])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.envs.parameters import Parameter, Range
+from fleetpilot.fleet.jit import inlined, kernel
 from fleetpilot.fleet.slo import CHAT, SLOClass
 from fleetpilot.workloads.arrivals import ArrivalProcess, Gamma, PiecewiseRate
 from fleetpilot.workloads.lengths import LogNormal
@@ -18,6 +19,8 @@ from fleetpilot.workloads.sessions import Sessions
 from fleetpilot.workloads.table import NO_NODE, NO_PARENT, NO_SESSION, RequestTable
 
 CV = Parameter("", 0.1, 10.0, "coefficient of variation of the gaps between arrivals; 1 is Poisson, above is burstier")
+
+_GUIDE_PARTS = 1024  # a power of 2, so that a draw's part is exact
 
 
 class RequestSource(Protocol):
@@ -129,43 +132,34 @@ class RequestMix:
             base = PiecewiseRate(self.course, (part_s,) * len(self.course), base)
         arrival_s = base.draw_in(n, float(n), rng)
         kind = (rng.random(n, np.float32) < values.get("mix", 0.0)).astype(np.int32)
-        prompt = self._tokens("prompt", kind, values["prompt_scale"], rng)
-        output = self._tokens("output", kind, values["output_scale"], rng)
-        node, lengths = self._draw_prefixes(n, values["prefix_share"], rng)
-        prompt += np.append(lengths, 0).astype(np.int32)[node]
-        means = [output[kind == k].mean() if np.any(kind == k) else 1.0 for k in range(len(self.kinds))]
-        return _open_loop_table(
-            arrival_s,
+        prompt = self._lengths("prompt", kind, values["prompt_scale"], rng)
+        output = self._lengths("output", kind, values["output_scale"], rng)
+        p = self.prefixes
+        prefix_tokens = rng.integers(p.low_tokens, p.high_tokens, p.count, np.int64, endpoint=True)
+        popularity = np.arange(1, p.count + 1) ** -p.popularity
+        edges = np.cumsum(popularity) * (values["prefix_share"] / popularity.sum())
+        columns = _mixed(
+            kind,
             prompt,
             output,
-            predicted=np.array(means, np.float32)[kind],
-            priority=np.array([k.priority for k in self.kinds], np.int32)[kind],
-            slo_class=kind,
-            prefix_node=node,
-            node_end_tokens=lengths,
+            np.array([[k.prompt.high, k.output.high] for k in self.kinds], np.float32),
+            np.array([k.priority for k in self.kinds], np.int32),
+            rng.random(n),
+            edges,
+            np.append(prefix_tokens, 0),
         )
+        return _open_loop_table(arrival_s, *columns, slo_class=kind, node_end_tokens=prefix_tokens)
 
-    def _tokens(self, side: str, kind: NDArray[np.int32], scale: float, rng: np.random.Generator) -> NDArray[np.int32]:
-        """Log-normal lengths; single precision will do for tokens."""
+    def _lengths(
+        self, side: str, kind: NDArray[np.int32], scale: float, rng: np.random.Generator
+    ) -> NDArray[np.float32]:
+        """Log-normal lengths, neither clipped nor rounded; single precision will do for tokens."""
         of_kind: list[LogNormal] = [getattr(k, side) for k in self.kinds]
         tokens = rng.standard_normal(len(kind), np.float32)
-        tokens *= np.array([d.sigma for d in of_kind], np.float32)[kind]
+        _scale(tokens, kind, np.array([d.sigma for d in of_kind], np.float32))
         np.exp(tokens, out=tokens)
-        tokens *= np.array([d.median * scale for d in of_kind], np.float32)[kind]
-        np.clip(tokens, 1.0, np.array([d.high for d in of_kind], np.float32)[kind], out=tokens)
-        return tokens.astype(np.int32)
-
-    def _draw_prefixes(
-        self, n: int, share: float, rng: np.random.Generator
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """(n,) the prefix of each request, -1 for none, and the length of each prefix."""
-        p = self.prefixes
-        lengths = rng.integers(p.low_tokens, p.high_tokens, p.count, np.int64, endpoint=True)
-        popularity = np.arange(1, p.count + 1) ** -p.popularity
-        edges = np.cumsum(popularity) * (share / popularity.sum())
-        node = np.searchsorted(edges, rng.random(n), side="right").astype(np.int32)
-        node[node == p.count] = NO_NODE
-        return node, lengths
+        _scale(tokens, kind, np.array([d.median * scale for d in of_kind], np.float32))
+        return tokens
 
     def most_nodes(self, n: int) -> int:
         """One per shared prefix."""
@@ -247,15 +241,75 @@ class SessionRequests:
         return self.sessions.closed_loop
 
 
+@kernel
+def _scale(values: Any, kind: Any, factors: Any) -> None:
+    for i in range(len(values)):
+        values[i] *= factors[kind[i]]
+
+
+@kernel
+def _mixed(
+    kind: Any, prompt: Any, output: Any, most: Any, priority: Any, draws: Any, edges: Any, prefix_tokens: Any
+) -> tuple[Any, ...]:
+    """Columns of a mix: prompt and output tokens, predicted output, priority, prefix node.
+
+    Args:
+        kind: (n,) kind of each request.
+        prompt: (n,) length of its own prompt, not rounded.
+        output: (n,) length of its answer, not rounded.
+        most: (kinds, 2) the most tokens of both.
+        priority: (kinds,).
+        draws: (n,) from [0, 1).
+        edges: (m,) prefix k is that of draws from edges[k - 1] to before edges[k].
+        prefix_tokens: (m + 1,) length of each prefix, and of none.
+    """
+    n = len(kind)
+    prompt_tokens, output_tokens = np.empty(n, np.int32), np.empty(n, np.int32)
+    predicted, priorities, nodes = np.empty(n, np.float32), np.empty(n, np.int32), np.empty(n, np.int32)
+    guide = _first_edges(edges)
+    total, count = np.zeros(len(most), np.int64), np.zeros(len(most), np.int64)
+    one = np.float32(1.0)
+    for i in range(n):
+        k = kind[i]
+        node = guide[int(draws[i] * len(guide))]
+        while node < len(edges) and edges[node] <= draws[i]:
+            node += 1
+        nodes[i] = node if node < len(edges) else NO_NODE
+        prompt_tokens[i] = int(min(max(prompt[i], one), most[k, 0])) + prefix_tokens[node]
+        output_tokens[i] = int(min(max(output[i], one), most[k, 1]))
+        priorities[i] = priority[k]
+        total[k] += output_tokens[i]
+        count[k] += 1
+    means = np.ones(len(most), np.float32)
+    for k in range(len(most)):
+        if count[k] > 0:
+            means[k] = total[k] / count[k]
+    for i in range(n):
+        predicted[i] = means[kind[i]]
+    return prompt_tokens, output_tokens, predicted, priorities, nodes
+
+
+@inlined
+def _first_edges(edges: Any) -> Any:
+    """Where to begin the search for a draw in [0, 1): the first edge that may be above, in equal parts of it."""
+    guide = np.empty(_GUIDE_PARTS, np.int32)
+    node = 0
+    for part in range(_GUIDE_PARTS):
+        while node < len(edges) and edges[node] <= part / _GUIDE_PARTS:
+            node += 1
+        guide[part] = node
+    return guide
+
+
 def _open_loop_table(
     arrival_s: NDArray[np.float64],
     prompt: NDArray[np.int32],
     output: NDArray[np.int32],
-    *,
     predicted: NDArray[np.float32],
     priority: NDArray[np.int32],
-    slo_class: NDArray[np.int32],
     prefix_node: NDArray[np.int32],
+    *,
+    slo_class: NDArray[np.int32],
     node_end_tokens: NDArray[np.int64],
 ) -> RequestTable:
     """A table of what is known to be right; checking it again would take longer than drawing it."""
@@ -268,12 +322,12 @@ def _open_loop_table(
         predicted_output_tokens=predicted,
         priority=priority,
         slo_class=slo_class,
-        session=np.full(n, NO_SESSION),
-        turn=np.zeros(n, np.int32),
-        parent=np.full(n, NO_PARENT),
-        think_s=np.full(n, np.nan),
+        session=np.broadcast_to(np.int64(NO_SESSION), n),
+        turn=np.broadcast_to(np.int32(0), n),
+        parent=np.broadcast_to(np.int64(NO_PARENT), n),
+        think_s=np.broadcast_to(np.float64(np.nan), n),
         prefix_node=prefix_node,
-        own_node=np.full(n, NO_NODE, np.int32),
+        own_node=np.broadcast_to(np.int32(NO_NODE), n),
         source_row=np.arange(n),
         node_parent=np.full(len(node_end_tokens), NO_NODE, np.int32),
         node_end_tokens=node_end_tokens,

@@ -456,8 +456,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self._cluster.load(
             row,
             episode.fleet,
-            episode.rows,
-            episode.nodes,
+            episode.table,
             seed=episode.seed,
             stop_s=np.inf,
             engines=episode.engines,

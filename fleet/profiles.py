@@ -116,6 +116,9 @@ class HardwareProfile:
         self._check_scheduler_limits()
         self._check_provenance()
 
+    def __hash__(self) -> int:  # of all fields it takes as long as 50 decisions of a dispatcher's
+        return hash(self.name)
+
     def _check_scheduler_limits(self) -> None:
         if self.scheduler == "chunked":
             self._require(self.watermark == 0, "watermark", "0 with the chunked scheduler, which keeps none")

@@ -101,7 +101,9 @@ class _Renewal(ArrivalProcess):
             return np.full(n, cut * horizon_s)
         cut *= around
         first = int(np.searchsorted(ends, cut, side="right"))
-        times = np.concatenate([ends[first:] - cut, ends[:first] + (around - cut)])
+        times = np.empty(n)
+        np.subtract(ends[first:], cut, out=times[: n - first])
+        np.add(ends[:first], around - cut, out=times[n - first :])
         times *= horizon_s / around
         return np.minimum(times, horizon_s, out=times)
 

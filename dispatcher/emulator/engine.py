@@ -28,7 +28,7 @@ from fleetpilot.cluster.live import (
     submit,
 )
 from fleetpilot.cluster.memory import handle
-from fleetpilot.cluster.state import IDLE, NIL, ROW, State, allocate, grown
+from fleetpilot.cluster.state import IDLE, NIL, State, allocate, grown
 from fleetpilot.dispatcher.emulator.block_tree import BlockTree
 from fleetpilot.dispatcher.emulator.language_model import answer
 from fleetpilot.fleet.profiles import HardwareProfile
@@ -92,9 +92,10 @@ class Engine:
         self._state = allocate(self._size)
         loading.load_fleet(self._state, self._size, 0, fleet)
         loading.load_env(self._state, self._size, 0, fleet, seed=seed, leap=False, stop_s=np.inf)
-        row = np.zeros(1, ROW)
+        row = self._state.row
         row["prefix_node"] = row["first_child"] = row["next_sibling"] = NIL
-        loading.load_rows(self._state, self._size, 0, row, self._state.node)
+        self._state.env["rows"] = 1
+        self._state.env["nodes"] = nodes
         self._tree = BlockTree(profile.block_size, self._state.node)
         self._use(self._state)
         prepare(self._handle, 0)

@@ -289,7 +289,7 @@ def cluster_batch(clusters: list[Cluster], *, seed: int = 0) -> ClusterBatch:
     nodes = max(len(table.node_parent) for table in tables)
     batch = ClusterBatch(loading.capacity_for(fleets, rows, rows, nodes, closed_rows=rows))
     for e, (table, fleet) in enumerate(zip(tables, fleets, strict=True)):
-        batch.load(e, fleet, loading.row_records(table), loading.node_records(table), seed=seed, stop_s=math.inf)
+        batch.load(e, fleet, table, seed=seed, stop_s=math.inf)
     return batch
 
 

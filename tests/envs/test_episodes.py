@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fleetpilot.cluster import FleetConfig
-from fleetpilot.cluster.loading import engine_record, row_records
+from fleetpilot.cluster.loading import engine_record, node_records, row_records
 from fleetpilot.envs import SCENARIOS, load_scenario, scenario_rows
 from fleetpilot.envs.capacity import capacity_rps
 from fleetpilot.envs.episodes import Episode, Scenario
@@ -58,9 +58,9 @@ def test_pinning_one_parameter_leaves_the_other_draws_alone(name: str) -> None:
     assert {k: v for k, v in pinned.parameters.items() if k not in ("load", "rate_rps")} == {
         k: v for k, v in free.parameters.items() if k not in ("load", "rate_rps")
     }
-    np.testing.assert_array_equal(pinned.rows["output_tokens"], free.rows["output_tokens"])
+    np.testing.assert_array_equal(pinned.table.output_tokens, free.table.output_tokens)
     np.testing.assert_allclose(
-        pinned.rows["arrival_s"] * pinned.parameters["rate_rps"], free.rows["arrival_s"] * free.parameters["rate_rps"]
+        pinned.table.arrival_s * pinned.parameters["rate_rps"], free.table.arrival_s * free.parameters["rate_rps"]
     )
     assert pinned.engines.tobytes() == free.engines.tobytes()
 
@@ -92,9 +92,11 @@ def test_requests_that_no_engine_can_hold_are_refused() -> None:
 
 def test_episodes_are_functions_of_their_seed() -> None:
     scenario = load_scenario("bursty").with_changes(scored_requests=10)
-    for field in ("rows", "nodes", "engines"):
-        assert getattr(draw(scenario, 3), field).tobytes() == getattr(draw(scenario, 3), field).tobytes()
-    assert draw(scenario, 3).rows.tobytes() != draw(scenario, 4).rows.tobytes()
+    episodes = [draw(scenario, seed) for seed in (3, 3, 4)]
+    assert episodes[0].engines.tobytes() == episodes[1].engines.tobytes()
+    for records in (row_records, node_records):
+        first, again, other = (records(episode.table).tobytes() for episode in episodes)
+        assert first == again != other
 
 
 def test_the_hardware_is_off_by_what_it_may_be_and_the_dispatcher_is_not_told() -> None:
@@ -115,7 +117,7 @@ def test_the_hardware_is_off_by_what_it_may_be_and_the_dispatcher_is_not_told() 
 def test_the_end_cannot_be_foreseen() -> None:
     """A quarter of the mean, then at any time as likely as at any other, up to twice the mean."""
     scenario = load_scenario("steady").with_changes(warmup_requests=10, scored_requests=20)
-    scored = np.array([len(draw(scenario, seed).rows) - 10 * SLOTS for seed in range(1500)]) / (20 * SLOTS)
+    scored = np.array([len(draw(scenario, seed).table) - 10 * SLOTS for seed in range(1500)]) / (20 * SLOTS)
     assert scored.min() >= 0.249
     assert scored.max() <= 2.001
     alive = [np.mean(scored > x) for x in (0.25, 0.75, 1.25, 1.75)]
@@ -129,8 +131,7 @@ def test_the_warm_up_leaves_requests_to_score(name: str) -> None:
         scenario = load_scenario(name).with_changes(warmup_requests=warmup, scored_requests=scored)
         for seed in range(5):
             episode = draw(scenario, seed, fleet_size=1)
-            arrivals = episode.rows["arrival_s"][~np.isnan(episode.rows["arrival_s"])]
-            assert episode.warmup_s <= arrivals[-1]
+            assert episode.warmup_s <= episode.table.span_s
 
 
 @pytest.mark.parametrize("name", ["steady", "bursty", "morning_peak"])
@@ -138,7 +139,7 @@ def test_the_warm_up_leaves_requests_to_score(name: str) -> None:
 def test_arrivals_come_at_the_rate_of_the_load(name: str, load: float) -> None:
     scenario = load_scenario(name).with_changes(scored_requests=100, warmup_requests=10)
     episode = draw(scenario, 0, load=load, hardware_error=0.0)
-    rate_rps = len(episode.rows) / episode.rows["arrival_s"][-1]
+    rate_rps = len(episode.table) / episode.table.span_s
     assert rate_rps == pytest.approx(episode.parameters["rate_rps"], rel=0.05)
 
 
@@ -199,6 +200,15 @@ def test_a_mix_has_the_shares_and_lengths_asked_for() -> None:
         np.testing.assert_allclose(table.predicted_output_tokens[table.slo_class == k], mean, rtol=1e-5)
     own = table.prompt_tokens - np.append(table.node_end_tokens, 0)[table.prefix_node]
     assert own.min() >= 1
+
+
+def test_prefixes_are_as_popular_as_their_ranks_say() -> None:
+    source = mix("long_prefix")
+    values = {"cv": 1.0, "prompt_scale": 1.0, "output_scale": 1.0, "prefix_share": 0.6}
+    nodes = source.draw(40_000, values, np.random.default_rng(0)).prefix_node
+    popularity = np.arange(1, source.prefixes.count + 1) ** -source.prefixes.popularity
+    counts = np.bincount(nodes[nodes >= 0], minlength=source.prefixes.count)
+    np.testing.assert_allclose(counts / len(nodes), 0.6 * popularity / popularity.sum(), atol=0.005)
 
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])

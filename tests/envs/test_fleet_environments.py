@@ -17,6 +17,7 @@ from subprocesses import printed_compiled_and_uncompiled
 from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import RunLog, simulate
 from fleetpilot.cluster.config import Rebalancing, Scaling
+from fleetpilot.cluster.loading import row_records
 from fleetpilot.cluster.state import FAILED, FINISHED, NIL
 from fleetpilot.envs import ENVIRONMENTS, FleetEnv, FleetVectorEnv, RewardWeights
 from fleetpilot.envs.testing import check_vector_env
@@ -32,7 +33,6 @@ from fleetpilot.fleet.view import (
     Decision,
     FleetView,
 )
-from fleetpilot.workloads.table import make_table
 
 FLEET, REBALANCE, SCALE = (f"fleetpilot/{name}-v0" for name in ("Fleet", "Rebalance", "Scale"))
 IDS = pytest.mark.parametrize("id", [FLEET, REBALANCE, SCALE])
@@ -302,16 +302,8 @@ def recount(seed: int, **changes: Any) -> tuple[dict[str, float], dict[str, floa
         for name in ("slo_miss", "instance_cost", "migration"):
             components[name] = components.get(name, 0.0) - float(infos[f"reward_{name}"][0])
     episode = envs.scenario.draw(seeding.np_random(seed)[0], envs._limits, {})
-    columns = {name: episode.rows[name] for name in ("slo_class", "priority", "predicted_output_tokens")}
-    table = make_table(
-        "replayed",
-        episode.rows["arrival_s"],
-        episode.rows["prompt_tokens"],
-        episode.rows["output_tokens"],
-        **columns,
-    )
     policy = Replay(episode.warmup_s, actions)
-    log = simulate(table, episode.fleet, policy, seed=episode.seed)
+    log = simulate(episode.table, episode.fleet, policy, seed=episode.seed)
     assert not policy.actions
     metrics = {name: float(values[0]) for name, values in infos["episode_metrics"].items()}
     return components, metrics, log, start_s
@@ -358,7 +350,7 @@ def test_losses_are_of_different_instances_in_the_scored_part() -> None:
         assert failures is not None
         times_s = [time_s for time_s, _ in failures.at]
         assert len({instance for _, instance in failures.at}) == 2
-        assert episode.warmup_s <= min(times_s) <= max(times_s) <= episode.rows["arrival_s"].max()
+        assert episode.warmup_s <= min(times_s) <= max(times_s) <= episode.table.span_s
         assert 20 <= failures.repair_s <= 60
         assert failures.mtbf_s == np.inf
         assert failures.notice_s == 0.0
@@ -380,7 +372,7 @@ def test_what_happens_to_instances_is_drawn_apart_from_all_else() -> None:
     calm, eventful = drawn(), drawn(losses=2, failures_per_hour=3.0, start_up_s=(1.0, 2.0))
     assert calm.fleet.failures is None
     assert eventful.fleet.failures.mtbf_s == 1200.0
-    assert calm.rows.tobytes() == eventful.rows.tobytes()
+    assert row_records(calm.table).tobytes() == row_records(eventful.table).tobytes()
     assert calm.seed == eventful.seed
 
 

@@ -55,12 +55,17 @@ def scarce_memory(profile: str, uri: str) -> ClusterBatch:
     fleet = FleetConfig.of(
         engine, INSTANCES, slo_classes=(CHAT, TIGHT), telemetry=Telemetry(engine_reported=True), max_hold_s=5.0
     )
-    rows, nodes = loading.row_records(table), loading.node_records(table)
     size = loading.capacity_for(
-        [fleet] * 2, len(rows), len(rows), len(nodes), int(rows["closed"].sum()), track_targets=True, samples=INSTANCES
+        [fleet] * 2,
+        len(table),
+        len(table),
+        len(table.node_parent),
+        int(np.count_nonzero(~np.isnan(table.think_s))),
+        track_targets=True,
+        samples=INSTANCES,
     )
     batch = ClusterBatch(size)
-    batch.load(1, fleet, rows, nodes, seed=0, stop_s=np.inf)
+    batch.load(1, fleet, table, seed=0, stop_s=np.inf)
     return batch
 
 

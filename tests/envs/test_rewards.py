@@ -18,7 +18,6 @@ from fleetpilot.envs import rewards as module
 from fleetpilot.envs.rewards import COMPONENTS
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.view import NONE, Decision, FleetView
-from fleetpilot.workloads.table import RequestTable, make_table
 
 NONE_ACTION = 4
 SCARCE = load_profile("h100-llama-3.1-8b").replace(kv_blocks=1_200, max_model_len=16_384)
@@ -69,19 +68,8 @@ class Episode:
         """The same requests, fleet and decisions, simulated apart."""
         scenario = self.env.scenario
         episode = scenario.draw(seeding.np_random(seed)[0], scenario.limits(4), {})
-        columns = {name: episode.rows[name] for name in ("slo_class", "priority", "prefix_node", "own_node")}
-        table: RequestTable = make_table(
-            "replayed",
-            episode.rows["arrival_s"],
-            episode.rows["prompt_tokens"],
-            episode.rows["output_tokens"],
-            predicted_output_tokens=episode.rows["predicted_output_tokens"],
-            node_parent=episode.nodes["parent"],
-            node_end_tokens=episode.nodes["end_tokens"],
-            **columns,
-        )
         policy = Replay(episode.warmup_s, self.actions)
-        log = simulate(table, episode.fleet, policy, seed=episode.seed)
+        log = simulate(episode.table, episode.fleet, policy, seed=episode.seed)
         assert not policy.actions
         return log
 
