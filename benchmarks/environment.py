@@ -8,17 +8,27 @@ warm-up inside them, are included too; their share is printed, and so are the re
 decision is worth nothing if no work goes with it. In Fleet-v0, on the same scenario, the sampler goes on to a legal
 destination whenever a source was chosen, and changes the fleet at one SCALE tick in ten; the migrations that this
 completes are printed.
+
+What a second thread costs depends on the machine, so two controls are printed with it: one thread beside another
+process that does the same, with which it shares nothing but the hardware (caches, memory, the host of a virtual
+machine), and what it takes to hand work to a thread that sleeps, there and back once in a step.
 """
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from _report import machine, spread
+from _report import HERE, machine, spread
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
@@ -158,6 +168,81 @@ def measure_fleet() -> None:
     fleet.close()
 
 
+def measure_threads(envs: FleetVectorEnv) -> None:
+    """Two threads against one, and the controls."""
+    both = made(ROWS, INSTANCES, threads=2)
+    measured(both, both, 2.0)
+    with neighbour() as other:
+        runs = [(measured(envs, envs), measured(both, both), beside(other, envs)) for _ in range(REPEATS)]
+    both.close()
+    cpu, wall, control = (
+        spread([getattr(run[k], rate) / getattr(run[j], rate) for run in runs], ".2f")
+        for rate, k, j in (
+            ("decisions_per_cpu_s", 0, 1),
+            ("decisions_per_wall_s", 1, 0),
+            ("decisions_per_cpu_s", 0, 2),
+        )
+    )
+    cpu_s, wall_s = hand_over_s()
+    step_s = ROWS / float(np.median([run[0].decisions_per_wall_s for run in runs]))
+    print(f"2 threads: CPU time over that of one {cpu}")
+    print(f"  control: one thread beside another process that does the same {control}")
+    print(f"  speed-up in wall time {wall}")
+    print(f"  hand-over to a sleeping thread: {1e6 * wall_s:.0f} us, {1e6 * cpu_s:.0f} us of CPU", end="")
+    print(f"; a step of one thread: {1e6 * step_s:.0f} us")
+
+
+def keep_busy() -> None:
+    """Step an environment without end."""
+    envs = made(ROWS, INSTANCES)
+    measured(envs, envs)
+    print("stepping", flush=True)
+    while True:
+        measured(envs, envs)
+
+
+@contextmanager
+def neighbour() -> Iterator[subprocess.Popen[str]]:
+    """A process that does `keep_busy`, stopped."""
+    command = [sys.executable, "-c", "from environment import keep_busy; keep_busy()"]
+    with subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            process.stdout.readline()
+            process.send_signal(signal.SIGSTOP)
+            yield process
+        finally:
+            process.kill()
+
+
+def beside(other: subprocess.Popen[str], envs: FleetVectorEnv) -> Rate:
+    """Measured while the other process runs too."""
+    other.send_signal(signal.SIGCONT)
+    try:
+        return measured(envs, envs)
+    finally:
+        other.send_signal(signal.SIGSTOP)
+
+
+def hand_over_s(times: int = 5_000) -> tuple[float, float]:
+    """CPU and wall time of waking a thread that waits for work."""
+    there: SimpleQueue[bool] = SimpleQueue()
+    back: SimpleQueue[bool] = SimpleQueue()
+
+    def answer() -> None:
+        while there.get():
+            back.put(True)
+
+    threading.Thread(target=answer).start()
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    for _ in range(times):
+        there.put(True)
+        back.get()
+    cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+    there.put(False)
+    return cpu_s / times / 2, wall_s / times / 2
+
+
 def reset_share(envs: FleetVectorEnv, rate: float) -> float:
     """CPU time of an episode's reset over that of its decisions."""
     started = time.process_time()
@@ -196,16 +281,7 @@ def main() -> None:
         ratios = [b.decisions_per_cpu_s / a.decisions_per_cpu_s for a, b in pairs]
         print(f"  of the environment's own rate {spread(ratios, '.2f')}")
 
-    both = made(ROWS, INSTANCES, threads=2)
-    measured(both, both, 2.0)
-    pairs = [(measured(envs, envs), measured(both, both)) for _ in range(REPEATS)]
-    print(
-        f"2 threads: CPU time of one {spread([a.decisions_per_cpu_s / b.decisions_per_cpu_s for a, b in pairs], '.2f')}"
-    )
-    print(
-        f"  speed-up in wall time {spread([b.decisions_per_wall_s / a.decisions_per_wall_s for a, b in pairs], '.2f')}"
-    )
-    both.close()
+    measure_threads(envs)
 
     for instances in (4, 16, 64, 256):
         rows = max(2, 1024 // instances // 4)
