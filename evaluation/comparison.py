@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from fleetpilot.evaluation import metrics
 from fleetpilot.evaluation.runs import StoredRun
-from fleetpilot.evaluation.statistics import Interval, iqm, paired_bootstrap, wilcoxon_p, win_share
+from fleetpilot.evaluation.statistics import (
+    Interval,
+    TrainedInterval,
+    hierarchical_bootstrap,
+    holm,
+    iqm,
+    paired_bootstrap,
+    wilcoxon_p,
+    win_share,
+)
 from fleetpilot.evaluation.tables import Table, Text, number
 from fleetpilot.fleet.slo import SLOClass
 
@@ -95,25 +104,12 @@ class PolicyResult:
 
 
 @dataclass(frozen=True)
-class ScenarioResult:
-    """All policies in one scenario; the first is the baseline."""
-
-    name: str
-    policies: list[PolicyResult]
-
-    @property
-    def baseline(self) -> PolicyResult:
-        """The policy that the others are compared with."""
-        return self.policies[0]
-
-
-@dataclass(frozen=True)
 class Difference:
     """A policy's difference to the baseline in one metric, paired by segment.
 
     Attributes:
         interval: of the mean, None for fewer than two segments.
-        p: of the Wilcoxon signed-rank test.
+        p: of the Wilcoxon signed-rank test, adjusted by Holm over the scenarios that were compared together.
         won: share of segments won.
         segments: that both have a value in.
     """
@@ -124,8 +120,32 @@ class Difference:
     segments: int
 
 
+@dataclass(frozen=True)
+class ScenarioResult:
+    """All policies in one scenario; the first is the baseline.
+
+    Attributes:
+        name: of the scenario.
+        policies: what they did.
+        differences: to the baseline, by policy and title of the metric (`COMPARED`).
+        family: scenarios of one family differ in their load alone; empty for none.
+        load: share of the fleet's capacity that was offered, if that is what the scenario sets.
+    """
+
+    name: str
+    policies: list[PolicyResult]
+    differences: Mapping[tuple[str, str], Difference] = field(default_factory=dict)
+    family: str = ""
+    load: float | None = None
+
+    @property
+    def baseline(self) -> PolicyResult:
+        """The policy that the others are compared with."""
+        return self.policies[0]
+
+
 def collect(runs: Iterable[StoredRun], baseline: str | None = None) -> list[ScenarioResult]:
-    """Pool an evaluation's runs by scenario and policy.
+    """Pool an evaluation's runs by scenario and policy, and compare the policies.
 
     Args:
         runs: of one or more scenarios.
@@ -146,8 +166,28 @@ def collect(runs: Iterable[StoredRun], baseline: str | None = None) -> list[Scen
             if baseline not in by_policy:
                 raise ValueError(f"baseline = {baseline!r}: expected one of {', '.join(names)}")
             names = [baseline, *(policy for policy in names if policy != baseline)]
-        results.append(ScenarioResult(name, [_policy_result(policy, by_policy[policy]) for policy in names]))
-    return results
+        config = by_policy[names[0]][0].summary["config"]
+        policies = [_policy_result(policy, by_policy[policy]) for policy in names]
+        results.append(ScenarioResult(name, policies, family=config["family"], load=config["load"]))
+    return _compared(results)
+
+
+def _compared(results: list[ScenarioResult]) -> list[ScenarioResult]:
+    """With the differences to their baselines."""
+    differences: list[dict[tuple[str, str], Difference]] = [
+        {
+            (policy.policy, metric.title): difference(policy, result.baseline, metric)
+            for policy in result.policies[1:]
+            for metric in COMPARED
+        }
+        for result in results
+    ]
+    for key in {key: None for of in differences for key in of}:
+        tested = [of for of in differences if key in of and of[key].p is not None]
+        adjusted = holm(np.array([of[key].p for of in tested], np.float64))
+        for of, p in zip(tested, adjusted, strict=True):
+            of[key] = replace(of[key], p=float(p))
+    return [replace(result, differences=of) for result, of in zip(results, differences, strict=True)]
 
 
 def _check_paired(scenario: str, by_policy: dict[str, list[StoredRun]]) -> None:
@@ -206,17 +246,46 @@ def _slo_class(plain: dict[str, Any]) -> SLOClass:
 
 
 def difference(policy: PolicyResult, baseline: PolicyResult, metric: Metric) -> Difference:
-    """A policy's value less the baseline's, over the segments in which both have one."""
-    pairs = [
-        (metric.of(ours), metric.of(theirs)) for ours, theirs in zip(policy.segments, baseline.segments, strict=True)
-    ]
-    differences = np.array([ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None])
+    """A policy's value less the baseline's, over the segments in which both have one; its p stands alone."""
+    differences = paired(policy, baseline, metric)
     return Difference(
         paired_bootstrap(differences),
         wilcoxon_p(differences),
         win_share(differences, lower_is_better=bool(metric.lower_is_better)),
         len(differences),
     )
+
+
+def paired(policy: PolicyResult, baseline: PolicyResult, metric: Metric) -> NDArray[np.float64]:
+    """(n,) a policy's value less the baseline's, of the segments in which both have one."""
+    pairs = [
+        (metric.of(ours), metric.of(theirs)) for ours, theirs in zip(policy.segments, baseline.segments, strict=True)
+    ]
+    return np.array([ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None])
+
+
+def trained_difference(
+    trainings: Sequence[PolicyResult], baseline: PolicyResult, metric: Metric
+) -> TrainedInterval | None:
+    """The difference of a method to the baseline, from policies that it trained with several seeds.
+
+    Args:
+        trainings: one per training seed, of the baseline's scenario.
+        baseline: the policy to compare with.
+        metric: what is compared.
+
+    Returns:
+        None for fewer than two training seeds, or fewer than two segments in which all have a value.
+    """
+    values = np.array(
+        [[_or_nan(metric.of(segment)) for segment in policy.segments] for policy in (baseline, *trainings)], np.float64
+    )
+    known = values[:, np.isfinite(values).all(axis=0)]
+    return hierarchical_bootstrap(known[1:] - known[0])
+
+
+def _or_nan(value: float | None) -> float:
+    return np.nan if value is None else value
 
 
 # --- tables ------------------------------------------------------------------------------------------------------
@@ -272,7 +341,7 @@ def differences_table(result: ScenarioResult) -> Table:
     for policy in result.policies[1:]:
         row = [Text(policy.policy)]
         for metric in COMPARED:
-            found = difference(policy, baseline, metric)
+            found = result.differences[policy.policy, metric.title]
             row += [
                 Text(interval_text(found.interval), best=_is_better(found.interval, metric)),
                 Text("-" if found.p is None else f"{found.p:.2g}"),
@@ -281,8 +350,9 @@ def differences_table(result: ScenarioResult) -> Table:
         rows.append([*row, Text(_relative_misses(policy, misses))])
     note = (
         f"Mean of the paired differences over {len(baseline.segments)} segments with its 95 % bootstrap interval, "
-        "marked where all of it is better; p of the Wilcoxon signed-rank test; share of segments won. Goodput in "
-        f"points; misses relative to the baseline's only where it misses at least {RELATIVE_FROM_MISSES:.0%}."
+        "marked where all of it is better; p of the Wilcoxon signed-rank test, adjusted (Holm) where there are several "
+        "scenarios; share of segments won. Goodput in points; misses relative to the baseline's only where it misses "
+        f"at least {RELATIVE_FROM_MISSES:.0%}."
     )
     header = ["policy", *(title for metric in COMPARED for title in (metric.title, "p", "won %")), "misses %"]
     return Table(f"{result.name}: differences to {baseline.policy}", header, rows, note)

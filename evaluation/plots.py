@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fleetpilot.cluster.state import FINISHED
 from fleetpilot.evaluation import metrics
-from fleetpilot.evaluation.comparison import COMPARED, Metric, PolicyResult, ScenarioResult, difference
+from fleetpilot.evaluation.comparison import COMPARED, Metric, PolicyResult, ScenarioResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,18 +147,18 @@ def _kv_use_of(policy: PolicyResult) -> tuple[NDArray[np.float64], NDArray[np.fl
 
 def _differences(result: ScenarioResult) -> Figure:
     figure, axes = _figure(len(COMPARED))
-    others = result.policies[1:]
     for axis, metric in zip(axes, COMPARED, strict=True):
-        _draw_intervals(axis, others, result.baseline, metric)
+        _draw_intervals(axis, result, metric)
     for axis in axes[1:]:
         axis.set_yticklabels([])
     figure.tight_layout()
     return figure
 
 
-def _draw_intervals(axis: Axes, others: list[PolicyResult], baseline: PolicyResult, metric: Metric) -> None:
+def _draw_intervals(axis: Axes, result: ScenarioResult, metric: Metric) -> None:
+    others, baseline = result.policies[1:], result.baseline
     for place, policy in enumerate(others):
-        interval = difference(policy, baseline, metric).interval
+        interval = result.differences[policy.policy, metric.title].interval
         if interval is not None:
             colour = COLOURS[0] if interval.excludes_zero else "#777777"
             axis.plot([interval.low, interval.high], [place, place], color=colour)

@@ -22,6 +22,7 @@ from fleetpilot.evaluation.comparison import (
     values_table,
 )
 from fleetpilot.evaluation.metrics import STATUSES
+from fleetpilot.evaluation.overview import leaders_table, overview_table
 from fleetpilot.evaluation.plots import Plot, plots
 from fleetpilot.evaluation.runs import StoredRun, write_atomically
 from fleetpilot.evaluation.tables import Table, Text, markdown, number, plain
@@ -60,6 +61,7 @@ def write_report(runs: Iterable[StoredRun], out: Path, *, baseline: str | None =
     runs = list(runs)
     results = collect(runs, baseline)
     sections = [_Section(result) for result in results]
+    overview = _overview(results)
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for section in sections:
@@ -68,15 +70,15 @@ def write_report(runs: Iterable[StoredRun], out: Path, *, baseline: str | None =
             path.write_bytes(plot.png)
             written.append(path)
     report = Report(
-        "\n".join(section.text() for section in sections),
+        "\n".join([*(section.text() for section in sections), *map(plain, overview)]),
         out / "report.md",
         out / "report.html",
         out / "runs.csv",
         written,
     )
     origin = _origin(runs)
-    write_atomically(report.markdown, _markdown(sections, origin))
-    write_atomically(report.html, _html(sections, origin))
+    write_atomically(report.markdown, _markdown(sections, overview, origin))
+    write_atomically(report.html, _html(sections, overview, origin))
     _write_csv(report.csv, runs)
     return report
 
@@ -144,6 +146,15 @@ class _Section:
         return "\n".join([*map(plain, self.brief), *(f"note: {note}" for note in self.notes)]) + "\n"
 
 
+def _overview(results: list[ScenarioResult]) -> list[Table]:
+    """What is to be said of all scenarios together."""
+    several_policies, several_scenarios = len(results[0].policies) > 1, len(results) > 1
+    return [
+        *([leaders_table(results)] if several_policies else []),
+        *([overview_table(results)] if several_policies and several_scenarios else []),
+    ]
+
+
 def _origin(runs: list[StoredRun]) -> dict[str, Any]:
     """What the runs came from; they may be of several commands where an evaluation was resumed."""
     first = runs[0].summary
@@ -155,11 +166,16 @@ def _origin(runs: list[StoredRun]) -> dict[str, Any]:
     }
 
 
-def _markdown(sections: list[_Section], origin: dict[str, Any]) -> str:
+def _markdown(sections: list[_Section], overview: list[Table], origin: dict[str, Any]) -> str:
     parts = ["# Comparison of policies", ""]
     parts += [f"    {command}" for command in origin["commands"]]
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
-    parts += ["", f"{origin['runs']} runs; {versions}; commit {', '.join(origin['commits'])}.", ""]
+    parts += [
+        "",
+        f"{origin['runs']} runs; {versions}; commit {', '.join(origin['commits'])}.",
+        "",
+        *map(markdown, overview),
+    ]
     for section in sections:
         parts += [f"## {section.name}", "", *map(markdown, section.tables)]
         parts += [*(f"- {note}" for note in section.notes), ""]
@@ -168,12 +184,12 @@ def _markdown(sections: list[_Section], origin: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _html(sections: list[_Section], origin: dict[str, Any]) -> str:
+def _html(sections: list[_Section], overview: list[Table], origin: dict[str, Any]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files(__package__).joinpath("report.html.j2").read_text())
-    return template.render(sections=sections, origin=origin)
+    return template.render(sections=sections, overview=overview, origin=origin)
 
 
 def _write_csv(path: Path, runs: list[StoredRun]) -> None:

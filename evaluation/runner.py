@@ -36,6 +36,8 @@ class Scenario:
         failures: of each segment, in place of the fleet's; empty where these are the same for all.
         warmup_share: share of a segment's span whose arrivals are not scored.
         sample_interval_s: seconds between samples of the instances.
+        family: scenarios of one family differ in their load alone, and are drawn as one curve over it.
+        load: share of the fleet's capacity that the segments offer; None where it was not set.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Scenario:
     failures: tuple[Failures | None, ...] = ()
     warmup_share: float = 0.1
     sample_interval_s: float = 1.0
+    family: str = ""
+    load: float | None = None
 
     def __post_init__(self) -> None:
         if not self.segments or any(len(table) == 0 for table in self.segments):
@@ -83,6 +87,8 @@ class Cell:
         return {
             "policy": self.policy,
             "scenario": self.scenario.name,
+            "family": self.scenario.family,
+            "load": self.scenario.load,
             "segment": self.segment,
             "seed": self.seed,
             "workload": {"name": self.table.name, "hash": table_hash(self.table), "requests": len(self.table)},

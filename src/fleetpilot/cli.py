@@ -668,6 +668,8 @@ def _scenario(arguments: argparse.Namespace, workload: str | None, load: float |
         cut(table, arguments.segments),
         fleet,
         warmup_share=arguments.warmup_share,
+        family=f"{table.name} on {', '.join(kinds)}",  # --load may size the fleet
+        load=load,
     )
 
 
