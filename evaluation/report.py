@@ -22,8 +22,8 @@ from fleetpilot.evaluation.comparison import (
     values_table,
 )
 from fleetpilot.evaluation.metrics import STATUSES
-from fleetpilot.evaluation.overview import leaders_table, overview_table
-from fleetpilot.evaluation.plots import Plot, plots
+from fleetpilot.evaluation.overview import common_policies, leaders_table, overview_table
+from fleetpilot.evaluation.plots import Plot, legend, overview_plots, plots
 from fleetpilot.evaluation.runs import StoredRun, write_atomically
 from fleetpilot.evaluation.tables import Table, Text, markdown, number, plain
 
@@ -60,25 +60,26 @@ def write_report(runs: Iterable[StoredRun], out: Path, *, baseline: str | None =
     """
     runs = list(runs)
     results = collect(runs, baseline)
+    overview = _Overview(results)
     sections = [_Section(result) for result in results]
-    overview = _overview(results)
     out.mkdir(parents=True, exist_ok=True)
     written = []
-    for section in sections:
-        for plot in section.plots:
-            path = out / _file_name(section, plot)
+    parts: list[_Overview | _Section] = [overview, *sections]
+    for part in parts:
+        for plot in part.plots:
+            path = out / _file_name(part, plot)
             path.write_bytes(plot.png)
             written.append(path)
     report = Report(
-        "\n".join([*(section.text() for section in sections), *map(plain, overview)]),
+        "\n".join([*(section.text() for section in sections), *map(plain, overview.tables)]),
         out / "report.md",
         out / "report.html",
         out / "runs.csv",
         written,
     )
     origin = _origin(runs)
-    write_atomically(report.markdown, _markdown(sections, overview, origin))
-    write_atomically(report.html, _html(sections, overview, origin))
+    write_atomically(report.markdown, _markdown(overview, sections, origin))
+    write_atomically(report.html, _html(overview, sections, origin))
     _write_csv(report.csv, runs)
     return report
 
@@ -136,6 +137,7 @@ class _Section:
 
     def __init__(self, result: ScenarioResult):
         self.name = result.name
+        self.legend = legend([policy.policy for policy in result.policies])
         compared = [differences_table(result)] if len(result.policies) > 1 else []
         self.brief: list[Table] = [values_table(result), *compared]
         self.tables: list[Table] = [*self.brief, rescored_table(result)]
@@ -146,13 +148,20 @@ class _Section:
         return "\n".join([*map(plain, self.brief), *(f"note: {note}" for note in self.notes)]) + "\n"
 
 
-def _overview(results: list[ScenarioResult]) -> list[Table]:
-    """What is to be said of all scenarios together."""
-    several_policies, several_scenarios = len(results[0].policies) > 1, len(results) > 1
-    return [
-        *([leaders_table(results)] if several_policies else []),
-        *([overview_table(results)] if several_policies and several_scenarios else []),
-    ]
+class _Overview:
+    """What is said of all scenarios together."""
+
+    name = "All scenarios"
+
+    def __init__(self, results: list[ScenarioResult]):
+        policies = common_policies(results)
+        compared = len(policies) > 1
+        self.legend = legend(policies)
+        self.policies = policies
+        self.tables: list[Table] = [leaders_table(results)] if compared else []
+        if compared and len(results) > 1:
+            self.tables.append(overview_table(results))
+        self.plots = overview_plots(results)
 
 
 def _origin(runs: list[StoredRun]) -> dict[str, Any]:
@@ -163,33 +172,33 @@ def _origin(runs: list[StoredRun]) -> dict[str, Any]:
         "commits": sorted({run.summary["commit"] or "none" for run in runs}),
         "versions": first["versions"],
         "runs": len(runs),
+        "dates": sorted({run.summary["date"][:10] for run in runs}),
     }
 
 
-def _markdown(sections: list[_Section], overview: list[Table], origin: dict[str, Any]) -> str:
+def _markdown(overview: _Overview, sections: list[_Section], origin: dict[str, Any]) -> str:
     parts = ["# Comparison of policies", ""]
     parts += [f"    {command}" for command in origin["commands"]]
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
-    parts += [
-        "",
-        f"{origin['runs']} runs; {versions}; commit {', '.join(origin['commits'])}.",
-        "",
-        *map(markdown, overview),
-    ]
+    parts += ["", f"{origin['runs']} runs; {versions}; commit {', '.join(origin['commits'])}.", ""]
+    parts += [*map(markdown, overview.tables), *_images(overview), ""]
     for section in sections:
         parts += [f"## {section.name}", "", *map(markdown, section.tables)]
         parts += [*(f"- {note}" for note in section.notes), ""]
-        parts += [f"![{plot.title}]({_file_name(section, plot)})" for plot in section.plots]
-        parts.append("")
+        parts += [*_images(section), ""]
     return "\n".join(parts)
 
 
-def _html(sections: list[_Section], overview: list[Table], origin: dict[str, Any]) -> str:
+def _images(part: _Overview | _Section) -> list[str]:
+    return [f"![{plot.title}]({_file_name(part, plot)})" for plot in part.plots]
+
+
+def _html(overview: _Overview, sections: list[_Section], origin: dict[str, Any]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files(__package__).joinpath("report.html.j2").read_text())
-    return template.render(sections=sections, overview=overview, origin=origin)
+    return template.render(overview=overview, sections=sections, origin=origin)
 
 
 def _write_csv(path: Path, runs: list[StoredRun]) -> None:
@@ -202,5 +211,5 @@ def _write_csv(path: Path, runs: list[StoredRun]) -> None:
         csv.writer(file).writerows(["" if value is None else value for value in row] for row in rows)
 
 
-def _file_name(section: _Section, plot: Plot) -> str:
-    return re.sub(r"[^a-z0-9.=]+", "-", f"{section.name[:120]} {plot.title}".lower()).strip("-") + ".png"
+def _file_name(part: _Overview | _Section, plot: Plot) -> str:
+    return re.sub(r"[^a-z0-9.=]+", "-", f"{part.name[:120]} {plot.title}".lower()).strip("-") + ".png"

@@ -1,8 +1,9 @@
-"""One run: made, measured and stored, as a JSON and three Parquet files under one stem.
+"""One run: made, measured and stored, as a JSON and four Parquet files under one stem.
 
 ``<stem>.json`` (config, provenance, metrics) is written last and atomically, so a run that has it is complete.
 ``<stem>.requests.parquet`` has one row per request, ``<stem>.samples.parquet`` one per instance and sample,
-``<stem>.itl.parquet`` one per bin of the histogram of gaps between tokens.
+``<stem>.itl.parquet`` one per bin of the histogram of gaps between tokens, ``<stem>.migrations.parquet`` one per
+migration that was begun.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Outcome:
             "requests": requests,
             "samples": self.log.samples,
             "itl": metrics.itl_bins(self.log),
+            "migrations": self.log.migrations,
         }.items():
             _write_parquet(_with_suffix(stem, f"{name}.parquet"), rows)
         text = to_json({**self.summary, **origin})
@@ -155,6 +157,10 @@ class StoredRun:
     def itl(self) -> NDArray[np.void]:
         """(m,) `metrics.BIN` of the gaps between tokens."""
         return _read_parquet(_with_suffix(self.stem, "itl.parquet"))
+
+    def migrations(self) -> NDArray[np.void]:
+        """(m,) ``RunLog.migrations``."""
+        return _read_parquet(_with_suffix(self.stem, "migrations.parquet"))
 
 
 def _with_suffix(stem: Path, suffix: str) -> Path:

@@ -246,8 +246,7 @@ def run(out: Path, *, workers: int | None = None, size: Size = Size()) -> list[T
         tables.append(values(result))
         if is_high(case):
             drawn.append(drawing(result, of[0]))
-    plot = small_multiples("Five scenarios", drawn, "requests within their targets (%)")
-    (out / PLOT).write_text(plot.svg)
+    (out / PLOT).write_text(small_multiples(drawn, "requests within their targets (%)"))
     return [answers(verdicts), differences(verdicts), *tables]
 
 

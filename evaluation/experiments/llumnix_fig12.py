@@ -59,8 +59,7 @@ def run(out: Path, *, workers: int | None = None, size: Size = Size()) -> list[T
     courses = {system: [fragmentation(run) for run in of] for system, of in stored.items()}
     windows = [busiest(run) for run in stored["INFaaS++"]]
     curves = {system: (np.arange(len(of[0]), dtype=np.float64), of[0]) for system, of in courses.items()}
-    drawn = over_time("Fragmentation", curves, "fragmented memory of the fleet (%)", shaded_s=windows[0])
-    (out / PLOT).write_text(drawn.svg)
+    (out / PLOT).write_text(over_time(curves, "fragmented memory of the fleet (%)", shaded_s=windows[0]))
     return [bounds(courses, windows)]
 
 

@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import re
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,15 +19,17 @@ import numpy as np
 import pytest
 
 from fleetpilot.baselines import load_policy
-from fleetpilot.cluster import Failures, FleetConfig
+from fleetpilot.cluster import Failures, FleetConfig, Rebalancing
 from fleetpilot.evaluation import Scenario, StoredRun, cut, evaluate, run_one, write_report
-from fleetpilot.evaluation.comparison import collect, differences_table, notes, rescored_table, values_table
+from fleetpilot.evaluation.comparison import COMPARED, collect, differences_table, notes, rescored_table, values_table
 from fleetpilot.evaluation.runner import Cell
 from fleetpilot.evaluation.tables import markdown, number, plain
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.slo import CHAT, TIGHT
+from fleetpilot.workloads import workload
 from fleetpilot.workloads.table import RequestTable, make_table
 
+ROOT = Path(__file__).parents[2]
 A10 = load_profile("a10-llama-7b")
 POLICIES = ["round-robin", "random", "join-shortest-queue"]
 
@@ -67,7 +71,7 @@ def test_every_cell_is_run_in_order_and_stored(finished: tuple[Path, list[Stored
     assert sorted(path.name for path in (out / "runs").iterdir()) == sorted(
         f"{run.stem.name}.{kind}"
         for run in runs
-        for kind in ("json", "requests.parquet", "samples.parquet", "itl.parquet")
+        for kind in ("json", "requests.parquet", "samples.parquet", "itl.parquet", "migrations.parquet")
     )
 
 
@@ -387,8 +391,9 @@ def test_the_report_is_complete_and_needs_no_other_file(finished: tuple[Path, li
         assert policy in html
         assert policy in report.text
         assert policy in report.markdown.read_text()
-    assert html.count("<svg") == 3
-    assert not re.search(r"""(src|href)=["'](?!#)""", html), "nothing is loaded from elsewhere"
+    keys, latencies, kv_use, differences = len(POLICIES), 3, 3, len(COMPARED)  # the fleet, the baseline and the best
+    assert html.count("<svg") == keys + latencies + kv_use + differences
+    assert not re.search(r"""(src|href)=["'](?!#|data:)""", html), "nothing is loaded from elsewhere"
     assert "the command" in html
     images = re.findall(r"!\[.*?\]\((.*?)\)", report.markdown.read_text())
     assert sorted(images) == sorted(path.name for path in report.plots)
@@ -407,4 +412,43 @@ def test_one_policy_has_a_report_too(finished: tuple[Path, list[StoredRun]], tmp
 def test_names_from_outside_are_escaped(tmp_path: Path) -> None:
     named = scenario(name="<script>alert(1)</script>", segments=(busy(60),))
     runs = evaluate([named], ["random"], tmp_path, seeds=(0,), workers=1)
-    assert "<script>" not in write_report(runs, tmp_path).html.read_text()
+    assert "<script>alert" not in write_report(runs, tmp_path).html.read_text()
+
+
+def test_loads_and_migrations_are_drawn(tmp_path: Path) -> None:
+    """One family at two loads: a curve over the load and a profile; where requests move, on whose instances."""
+    fleet = FleetConfig((A10, A10), rebalancing=Rebalancing())
+    scenarios = [
+        Scenario(f"load {load:g}", cut(workload(f"llumnix/M-M?n=200&rate={load}"), 2), fleet, family="M-M", load=load)
+        for load in (1.5, 2.0)
+    ]
+    runs = evaluate(scenarios, ["round-robin", "random", "llumnix"], tmp_path, seeds=(0,), workers=1)
+    moved = runs[2].migrations()
+    assert len(moved) == sum(runs[2].summary["metrics"]["migrations"]["outcomes"].values()) > 0
+    report = write_report(runs, tmp_path)
+    html = report.html.read_text()
+    completed = runs[2].summary["metrics"]["migrations"]["outcomes"]["completed"]
+    assert f"llumnix: {completed} migrations" in html
+    assert "Goodput over load." in html
+    assert "Performance profile." in html
+    assert (
+        html.count('class="line-2"') == 2 + 2 * 4
+    )  # of llumnix: two over all, three latencies and KV use of each load
+    assert "All 2 scenarios" in report.markdown.read_text()
+
+
+def test_the_page_is_whole_in_a_browser(finished: tuple[Path, list[StoredRun]], tmp_path: Path) -> None:
+    """At both widths, light and dark: nothing runs over, no text leaves its plot, nothing is too small to read."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright (pip install playwright)")
+    look = runpy.run_path(str(ROOT / "tools" / "screenshot_report.py"))["look"]
+    html = write_report(finished[1], tmp_path).html
+    with playwright.sync_playwright() as browsers:
+        own = Path(browsers.chromium.executable_path)
+        found = str(own) if own.exists() else shutil.which("chromium")
+        if found is None:
+            pytest.skip("needs Chromium (playwright install chromium)")
+        browser = browsers.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        try:
+            assert look(browser, html, tmp_path) == []
+        finally:
+            browser.close()
