@@ -273,20 +273,14 @@ async def decoding(
             await stream.reached(begun + steps)
         if any(len(stream.times_s) < begun + steps for stream, begun in zip(streams, first, strict=True)):
             raise MeasureError(f"{engine.url}: an answer ended within {most} tokens, before the batch was measured")
-        step_s = float(np.median([_step_s(s.times_s[b : b + steps]) for s, b in zip(streams, first, strict=True)]))
+        spans_s = [s.times_s[b + steps - 1] - s.times_s[b] for s, b in zip(streams, first, strict=True)]
+        step_s = float(np.mean(spans_s)) / (steps - 1)
         middle = sum(len(prompt) + begun + steps / 2 for prompt, begun in zip(prompts, first, strict=True))
         mixed_s = await _longest_gap(engine, streams, added) if len(added) else float("nan")
     finally:
         for stream in streams:
             stream.cancel()
     return step_s, middle, mixed_s
-
-
-def _step_s(times_s: Sequence[float]) -> float:
-    """Time of a step: the median over windows of a few steps, in which what comes and goes evens out."""
-    window = min(8, len(times_s) - 1)
-    times: NDArray[np.float64] = np.asarray(times_s)
-    return float(np.median((times[window:] - times[:-window]) / window))
 
 
 async def _longest_gap(engine: LiveEngine, streams: Sequence[TokenStream], added: Sequence[int]) -> float:

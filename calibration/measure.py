@@ -305,11 +305,11 @@ class _Run:
     def _measurements(self, facts: Sequence[Facts], plans: Sequence[Sequence[Point]]) -> list[Measurement]:
         measurements = []
         for kind in ("prefill", "decode", "mixed"):
-            medians = self._points.medians(kind, "time_s", "kv_tokens")
+            means = self._points.means(kind, "time_s", "kv_tokens")
             for slot, points in enumerate(plans):
                 limits = self._limits(facts[slot])
                 for point in points:
-                    if (values := medians.get((slot, point.key))) is not None:
+                    if (values := means.get((slot, point.key))) is not None:
                         measurements.append(point.measurement(values["time_s"], values["kv_tokens"], limits))
         return measurements
 

@@ -44,13 +44,13 @@ class PointsFile:
         """The points with these values."""
         return [point for point in self._points if all(point.get(name) == value for name, value in values.items())]
 
-    def medians(self, kind: str, *names: str) -> dict[tuple[int, str], dict[str, float]]:
-        """By engine and key, the medians over repeats of some values of the points of a kind."""
+    def means(self, kind: str, *names: str) -> dict[tuple[int, str], dict[str, float]]:
+        """By engine and key, the means over repeats of some values of the points of a kind."""
         groups: defaultdict[tuple[int, str], list[Mapping[str, Any]]] = defaultdict(list)
         for point in self.of(kind=kind):
             groups[point["engine"], point["key"]].append(point)
         return {
-            place: {name: float(np.median([point[name] for point in points])) for name in names}
+            place: {name: float(np.mean([point[name] for point in points])) for name in names}
             for place, points in groups.items()
         }
 
