@@ -201,9 +201,7 @@ def fleet(pick: Pick, exact: bool = False, protocol: str | None = None) -> tuple
     )
     if drawn.failures:
         notice_s, most = pick([0, 0, 2, 8, 32]) * GRID_S, pick([0, 1, 100, 100, 100])
-        mtbf_s = pick([math.inf, math.inf, math.inf, 1.0])
-        failures_too = replace(drawn.failures, notice_s=notice_s, max_restarts=most, mtbf_s=mtbf_s)
-        drawn = replace(drawn, failures=failures_too)
+        drawn = replace(drawn, failures=replace(drawn.failures, notice_s=notice_s, max_restarts=most))
     if drawn.rebalancing and (protocol or pick(PROTOCOLS)) == "vllm":
         stock = {instance: stock_engine(pick, instance) for instance in dict.fromkeys(drawn.instances)}
         drawn = replace(
@@ -211,6 +209,8 @@ def fleet(pick: Pick, exact: bool = False, protocol: str | None = None) -> tuple
             instances=tuple(stock[instance] for instance in drawn.instances),
             rebalancing=stock_rebalancing(pick, drawn.rebalancing),
         )
+    if drawn.failures:
+        drawn = replace(drawn, failures=replace(drawn.failures, mtbf_s=pick([1.0, math.inf, math.inf, math.inf])))
     return table, drawn
 
 
