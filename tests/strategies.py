@@ -210,7 +210,7 @@ def fleet(pick: Pick, exact: bool = False, protocol: str | None = None) -> tuple
             rebalancing=stock_rebalancing(pick, drawn.rebalancing),
         )
     if drawn.failures:
-        drawn = replace(drawn, failures=replace(drawn.failures, mtbf_s=pick([1.0, math.inf, math.inf, math.inf])))
+        drawn = replace(drawn, failures=replace(drawn.failures, mtbf_s=pick([math.inf, 1.0, math.inf, math.inf])))
     return table, drawn
 
 
