@@ -11,7 +11,8 @@ completes are printed.
 
 What a second thread costs depends on the machine, so two controls are printed with it: one thread beside another
 process that does the same, with which it shares nothing but the hardware (caches, memory, the host of a virtual
-machine), and what it takes to hand work to a thread that sleeps, there and back once in a step.
+machine), and what it takes to hand work to a thread that sleeps, there and back once in a step. The more rows, the
+less that is of a step.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from fleetpilot.envs import ENVIRONMENTS, FleetVectorEnv
 from fleetpilot.fleet.features import KINDS
 
 ROWS, INSTANCES = 64, 16
+MANY_ROWS = 256
 REPEATS = 5
 SECONDS = 2.0
 
@@ -169,8 +171,9 @@ def measure_fleet() -> None:
 
 
 def measure_threads(envs: FleetVectorEnv) -> None:
-    """Two threads against one, and the controls."""
-    both = made(ROWS, INSTANCES, threads=2)
+    """Two threads against the one of `envs`, and the controls."""
+    rows = envs.num_envs
+    both = made(rows, INSTANCES, threads=2)
     measured(both, both, 2.0)
     with neighbour() as other:
         runs = [(measured(envs, envs), measured(both, both), beside(other, envs)) for _ in range(REPEATS)]
@@ -184,8 +187,8 @@ def measure_threads(envs: FleetVectorEnv) -> None:
         )
     )
     cpu_s, wall_s = hand_over_s()
-    step_s = ROWS / float(np.median([run[0].decisions_per_wall_s for run in runs]))
-    print(f"2 threads: CPU time over that of one {cpu}")
+    step_s = rows / float(np.median([run[0].decisions_per_wall_s for run in runs]))
+    print(f"{rows} x {INSTANCES}, 2 threads: CPU time over that of one {cpu}")
     print(f"  control: one thread beside another process that does the same {control}")
     print(f"  speed-up in wall time {wall}")
     print(f"  hand-over to a sleeping thread: {1e6 * wall_s:.0f} us, {1e6 * cpu_s:.0f} us of CPU", end="")
@@ -282,6 +285,10 @@ def main() -> None:
         print(f"  of the environment's own rate {spread(ratios, '.2f')}")
 
     measure_threads(envs)
+    many = made(MANY_ROWS, INSTANCES)
+    measured(many, many, 4.0)
+    measure_threads(many)
+    many.close()
 
     for instances in (4, 16, 64, 256):
         rows = max(2, 1024 // instances // 4)
