@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -89,6 +90,7 @@ def function_pointer(signature: Any, function: Callable[..., Any]) -> Any:
     """Compile now, to a pointer: kernels that take one are compiled once for all functions of this signature."""
     if UNCOMPILED:
         return function
-    on_disk = os.path.exists(function.__code__.co_filename)  # Numba can't cache what was typed into a notebook
+    # Numba cannot cache what was typed into a notebook, nor load again what no module holds.
+    on_disk = os.path.exists(function.__code__.co_filename) and function.__module__ in sys.modules
     with _our_cache():
         return numba.cfunc(signature, cache=on_disk, nogil=True, error_model="numpy")(function)
