@@ -66,7 +66,8 @@ def overview_table(results: Sequence[ScenarioResult]) -> Table:
     rows = []
     names = common_policies(results)
     baseline = policies_of(results, names[0])
-    centres = {name: float(iqm(np.concatenate(goodputs(results, name)))) for name in names}
+    values = {name: goodputs(results, name) for name in names}
+    centres = {name: float(iqm(np.concatenate(of))) for name, of in values.items()}
     for name in names:
         differences = [
             paired(ours, theirs, GOODPUT) for ours, theirs in zip(policies_of(results, name), baseline, strict=True)
@@ -77,7 +78,7 @@ def overview_table(results: Sequence[ScenarioResult]) -> Table:
             [
                 Text(name),
                 Text(number(centres[name]), best=centres[name] == max(centres.values())),
-                Text(_range_text(stratified_bootstrap(goodputs(results, name)))),
+                Text(_range_text(stratified_bootstrap(values[name]))),
                 Text(interval_text(gain), best=gain is not None and gain.low > 0),
                 Text("-" if won is None else f"{100 * won:.0f}"),
             ]

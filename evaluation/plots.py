@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fleetpilot.cluster.state import COMPLETED, FINISHED
 from fleetpilot.evaluation import metrics
 from fleetpilot.evaluation.comparison import COMPARED, GOODPUT, Metric, PolicyResult, ScenarioResult
-from fleetpilot.evaluation.overview import common_policies, goodputs
+from fleetpilot.evaluation.overview import common_policies, goodputs, policies_of
 from fleetpilot.evaluation.statistics import performance_profile
 
 if TYPE_CHECKING:
@@ -303,8 +303,7 @@ def _goodput_over_load(family: Sequence[ScenarioResult]) -> Panel:
 
     def draw(axis: Axes) -> None:
         for index, name in enumerate(policy.policy for policy in ordered[0].policies):
-            of_policy = [policy for result in ordered for policy in result.policies if policy.policy == name]
-            values = np.array([GOODPUT.of(policy.pooled) for policy in of_policy], np.float64)
+            values = np.array([GOODPUT.of(policy.pooled) for policy in policies_of(ordered, name)], np.float64)
             axis.plot(loads, values, **_line(index), marker="o", markersize=3, label=name)
         axis.set(xlabel="load", ylabel="goodput (%)", title=ordered[0].family)
         axis.set_ylim(top=min(100.0, axis.get_ylim()[1]))

@@ -673,11 +673,9 @@ class Fleet:
     def until_drawn_s(self, index: int, n: int) -> float:
         """From the failure drawn before, or the start, to the n-th one."""
         mtbf_s = self.config.failures.mtbf_s if self.config.failures else math.inf
-        return (
-            math.inf
-            if mtbf_s == math.inf
-            else -mtbf_s * math.log(1 - split_mix(3_000_000_019 + 4_000_000_000 * index + n))
-        )
+        if mtbf_s == math.inf:
+            return math.inf
+        return -mtbf_s * math.log(1 - split_mix(3_000_000_019 + 4_000_000_000 * index + n))
 
     def notice_s(self, failure_s: float) -> float:
         return max(0.0, failure_s - self.config.failures.notice_s)
