@@ -176,7 +176,7 @@ class _Run:
         finally:
             for poll in polls:
                 poll.cancel()
-            if len(points) > known:
+            if len(points) > known or not points.of(kind="poll"):
                 self._keep_polls()
         if not complete:
             raise CalibrationError(

@@ -31,12 +31,12 @@ from fleetpilot.workloads.table import RequestTable
 Progress = Callable[[str], None]
 
 
-class ValidationError(Exception):
-    """The replay could not be made."""
-
-
 SIMULATED_RUNS = 20
 """Of each policy, with other phases of the polls and other draws of the policy: one costs less than a second."""
+
+
+class ValidationError(Exception):
+    """The replay could not be made."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,7 @@ def validate(setup: Setup, progress: Progress = lambda text: None) -> Validation
     policies = {policy.name: policy for policy in setup.policies}
     if len(policies) < len(setup.policies):
         raise ValueError(f"policies = {[policy.name for policy in setup.policies]}: expected different names")
+    known = _known(setup.profiles[0])
     begun_s, load = time.perf_counter(), os.getloadavg()[0]
     try:
         profiles, replays = asyncio.run(_replays(setup, policies, progress))
@@ -141,7 +142,6 @@ def validate(setup: Setup, progress: Progress = lambda text: None) -> Validation
         raise ValidationError(str(error)) from None
     except TimeoutError:
         raise ValidationError("requests did not end, or an engine did not become ready, in time") from None
-    known = _known(setup.profiles[0])
     runs: dict[str, list[RunLog]] = {}
     for name, policy in policies.items():
         progress(f"simulating {name}")
@@ -261,6 +261,8 @@ def _known(profile: str) -> _Known:
     if record is None:
         return _Known()
     found = json.loads(record.read_text(encoding="utf-8"))
+    if "poll_s" not in found:
+        raise ValueError(f"{record}: poll_s is missing, expected what this version's calibrate writes: calibrate again")
     link = Link(**found["link"]) if found["link"] else None
     return _Known(float(found["fit"]["request_s"]), float(found["poll_s"]), link)
 

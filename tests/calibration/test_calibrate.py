@@ -43,6 +43,7 @@ def test_two_engines_give_a_profile_each_and_the_link(
         assert "measured" in mine.provenance["scheduler"]
     record = json.loads((tmp_path / "mine.json").read_text())
     assert record["fit"]["held_out"]["count"] > 0
+    assert record["poll_s"] == found.poll_s > 0
     # Copies of so few blocks may take no longer than the machine's noise; then that is said.
     assert (record["link"] is None) == any("link" in what for what in found.not_measured)
     assert "start-up" in " ".join(found.not_measured)
@@ -61,6 +62,9 @@ def test_a_bad_fit_is_refused_its_points_are_kept_and_the_same_command_goes_on(u
     points = (tmp_path / "mine.points.jsonl").read_text()
     found = calibrate(request_of(urls[:1], out, given=given))
     assert (tmp_path / "mine.points.jsonl").read_text() == points
+    without_polls = [line for line in points.splitlines() if '"poll"' not in line]
+    (tmp_path / "mine.points.jsonl").write_text("\n".join(without_polls) + "\n")
+    assert calibrate(request_of(urls[:1], out, given=given)).poll_s > 0
     profile = load_profile(out)
     assert (profile.max_num_batched_tokens, profile.kv_bytes_per_token) == (128, 4096)
     assert "given" in profile.provenance["scheduler"]

@@ -5,25 +5,41 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from fleetpilot.baselines import load_policy
+from fleetpilot.calibration import validation
 from fleetpilot.calibration.compare import compared, goodput_share, pairs
 from fleetpilot.calibration.replay import prompts
 from fleetpilot.calibration.report import verdict, write_validation
-from fleetpilot.calibration.validation import Setup, Validation, validate
+from fleetpilot.calibration.validation import SIMULATED_RUNS, Setup, Validation, validate
+from fleetpilot.cluster import FleetConfig, RunLog, Telemetry, simulate
 from fleetpilot.cluster.state import FAILED, FINISHED, REQUEST_LOG
 from fleetpilot.fleet.profiles import HardwareProfile, profile_to_toml
 from fleetpilot.fleet.slo import CHAT
-from fleetpilot.workloads import workload
+from fleetpilot.workloads import RequestTable, workload
 from fleetpilot.workloads.table import make_table
 
 
 @pytest.fixture
-def found(urls: list[str], profiles: list[HardwareProfile], tmp_path: Path) -> Validation:
+def simulated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RequestTable, FleetConfig]]:
+    """What was simulated."""
+    calls: list[tuple[RequestTable, FleetConfig]] = []
+
+    def simulate_and_note(table: RequestTable, fleet: FleetConfig, *rest: Any, **options: Any) -> RunLog:
+        calls.append((table, fleet))
+        return simulate(table, fleet, *rest, **options)
+
+    monkeypatch.setattr(validation, "simulate", simulate_and_note)
+    return calls
+
+
+@pytest.fixture
+def found(simulated: Any, urls: list[str], profiles: list[HardwareProfile], tmp_path: Path) -> Validation:
     """Two policies on two emulated engines, whose profile has a record beside it."""
     path = tmp_path / "small.toml"
     path.write_text(profile_to_toml(profiles[0]))
@@ -40,10 +56,16 @@ def found(urls: list[str], profiles: list[HardwareProfile], tmp_path: Path) -> V
     return validate(Setup(table, tuple(urls), (str(path),), policies, repeats=2))
 
 
-def test_a_replay_answers_every_request_and_the_report_says_all(found: Validation, tmp_path: Path) -> None:
+def test_a_replay_answers_every_request_and_the_report_says_all(
+    found: Validation, simulated: list[tuple[RequestTable, FleetConfig]], tmp_path: Path
+) -> None:
     assert found.failed == {"round-robin": 0, "llumnix": 0}
     assert found.setup["kv_blocks"] == [64, 128]
     assert found.request_s == 0.003
+    assert {fleet.telemetry for _, fleet in simulated} == {Telemetry(0.1, 0.005)}
+    first_s = {float(table.arrival_s[0]) for table, _ in simulated}
+    assert len(simulated) == 2 * SIMULATED_RUNS == 2 * len(first_s)  # both policies at the same phases of the polls
+    assert max(first_s) - min(first_s) < 0.1
     assert len(found.rows) == 2 * 3 * 3
     assert len(found.pairs) == 3
     assert all(row.engines > 0 and row.simulator > 0 for row in found.rows)
@@ -56,6 +78,15 @@ def test_a_replay_answers_every_request_and_the_report_says_all(found: Validatio
     assert record["command"] == "fleetpilot validate ..."
     assert {"ratio", "allowed", "is_met"} <= set(record["rows"][0])
     assert "ranking by E2E" in verdict(found)
+
+
+def test_a_record_of_another_version_is_refused_at_once(tmp_path: Path, profiles: list[HardwareProfile]) -> None:
+    path = tmp_path / "old.toml"
+    path.write_text(profile_to_toml(profiles[0]))
+    (tmp_path / "old.json").write_text(json.dumps({"fit": {"request_s": 0.003}, "link": None}))
+    table = workload("poisson?rate=40&prompt=uniform:20:200&output=uniform:4:40&n=4")
+    with pytest.raises(ValueError, match=r"old\.json: poll_s is missing"):
+        validate(Setup(table, ("http://127.0.0.1:1",), (str(path),), (load_policy("round-robin"),)))
 
 
 def log_of(arrival_s: NDArray[np.float64], ttft_s: NDArray[np.float64], tpot_s: float = 0.05) -> NDArray[np.void]:
