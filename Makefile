@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 FOLDERS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
-.PHONY: demo test test-vllm lint bench bench-vllm fuzz clean
+.PHONY: demo test test-ray test-vllm lint bench bench-vllm fuzz clean
 
 demo: .venv/installed-eval
 	$(BIN)/fleetpilot demo
@@ -15,6 +15,10 @@ test: .venv/installed-dev
 # The dispatcher in front of real vLLM: an environment of 3.7 GB, and two engines on two cores.
 test-vllm: .venv/installed-dev .venv-vllm/installed
 	$(BIN)/pytest -m vllm tests/vllm
+
+# evaluate --backend ray, with Ray on this machine.
+test-ray: .venv/installed-dev .venv/installed-ray
+	$(BIN)/pytest -m ray tests/evaluation
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check

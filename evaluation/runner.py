@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import Failures, FleetConfig, simulate
+from fleetpilot.evaluation.backends import map_over_workers
 from fleetpilot.evaluation.provenance import code_version, config_hash, fleet_json, provenance, table_hash
-from fleetpilot.evaluation.runs import StoredRun, check_samples, run_one
+from fleetpilot.evaluation.runs import RunFiles, StoredRun, check_samples, run_one
 from fleetpilot.fleet.jit import cache_dir
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.workloads.table import RequestTable, make_table
@@ -98,6 +94,20 @@ class Cell:
             "code": code_version(),
         }
 
+    def job(self, config: dict[str, Any], command: str) -> Job:
+        """What a worker needs."""
+        scenario = self.scenario
+        return Job(
+            self.table,
+            self.fleet,
+            self.policy,
+            self.seed,
+            scenario.warmup_share,
+            scenario.sample_interval_s,
+            config,
+            command,
+        )
+
     def stem(self, folder: Path, config: dict[str, Any]) -> Path:
         """Where its files lie: readable, and another place for every other configuration."""
         scenario, policy = (re.sub(r"[^a-zA-Z0-9.=_-]+", "-", name)[:80] for name in (self.scenario.name, self.policy))
@@ -125,6 +135,7 @@ def evaluate(
     *,
     seeds: Sequence[int] = (0, 1, 2),
     workers: int | None = None,
+    backend: str = "local",
     command: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> list[StoredRun]:
@@ -139,6 +150,7 @@ def evaluate(
         out: folder of the evaluation; the runs go to ``out/runs``.
         seeds: tie-break seeds.
         workers: processes; the machine's cores by default. With 1 all happens in this process.
+        backend: where they are, see `fleetpilot.evaluation.backends.map_over_workers`.
         command: the command line for the record; this process's by default.
         progress: called with one line per finished run; by default a line on stderr, if that is a terminal.
 
@@ -168,12 +180,21 @@ def evaluate(
     found = [StoredRun.read(stem) for stem in stems]
     missing = [index for index, run in enumerate(found) if run is None]
     command = shlex.join(sys.argv) if command is None else command
-    jobs = [(cells[index], configs[index], stems[index], command) for index in missing]
+    say = progress or stderr_line
+    report = _Progress(len(cells), len(cells) - len(missing), say)
     if missing:
-        compile_kernels(policies, progress or stderr_line)
-    report = _Progress(len(cells), len(cells) - len(missing), progress or stderr_line)
-    for job, run in zip(missing, _run_all(jobs, workers or os.cpu_count() or 1, report), strict=True):
-        found[job] = run
+        compile_kernels(policies, say)
+
+    def keep(place: int, files: RunFiles) -> None:
+        index = missing[place]
+        found[index] = files.write(stems[index])
+        report.finished(cells[index])
+
+    jobs = [cells[index].job(configs[index], command) for index in missing]
+    try:
+        map_over_workers(run_job, jobs, keep, backend=backend, workers=workers, say=say)
+    except KeyboardInterrupt:
+        raise Interrupted(report.done, report.total) from None
     return [run for run in found if run is not None]
 
 
@@ -186,60 +207,50 @@ def compile_kernels(policies: Sequence[str], say: Callable[[str], None]) -> None
         simulate(request, FleetConfig.of(load_profile("tiny-cpu"), 1), load_policy(policy))
 
 
-_Job = tuple[Cell, dict[str, Any], Path, str]
+@dataclass(frozen=True)
+class Job:
+    """A cell as a worker needs it: its own segment alone.
+
+    Attributes:
+        table: the requests.
+        fleet: the instances.
+        policy: name of it.
+        seed: of tie-breaks.
+        warmup_share: share of the span that is not scored.
+        sample_interval_s: seconds between samples of the instances.
+        config: everything that decides the result.
+        command: for the record.
+    """
+
+    table: RequestTable
+    fleet: FleetConfig
+    policy: str
+    seed: int
+    warmup_share: float
+    sample_interval_s: float
+    config: dict[str, Any]
+    command: str
 
 
-def _run_all(jobs: list[_Job], workers: int, report: _Progress) -> list[StoredRun]:
-    if workers == 1 or len(jobs) <= 1:
-        results = []
-        try:
-            for job in jobs:
-                results.append(_run_job(job))
-                report.finished(job[0])
-        except KeyboardInterrupt:
-            raise Interrupted(report.done, report.total) from None
-        return results
-    # spawn: a fork would copy this process's threads (Numba, BLAS) in whatever state they are
-    pool = ProcessPoolExecutor(
-        min(workers, len(jobs)), multiprocessing.get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)
+def run_job(job: Job) -> RunFiles:
+    """Make a run; its files.
+
+    Raises:
+        RuntimeError: a worker on another machine has other sources, whose runs would not be what their config says.
+    """
+    if job.config["code"] != code_version():
+        raise RuntimeError(
+            f"a worker has fleetpilot {code_version()}, expected {job.config['code']}: install the same everywhere"
+        )
+    outcome = run_one(
+        job.table,
+        job.fleet,
+        load_policy(job.policy),
+        seed=job.seed,
+        warmup_share=job.warmup_share,
+        sample_interval_s=job.sample_interval_s,
     )
-    futures: dict[Future[StoredRun], Cell] = {pool.submit(_run_job, job): job[0] for job in jobs}
-    try:
-        for future in as_completed(futures):
-            future.result()
-            report.finished(futures[future])
-    except KeyboardInterrupt:
-        report.say("interrupted: finishing the runs in progress (Ctrl-C again ends them)")
-        try:
-            pool.shutdown(cancel_futures=True)
-        except KeyboardInterrupt:
-            for process in multiprocessing.active_children():
-                process.terminate()
-        kept = sum(future.done() and not future.cancelled() and future.exception() is None for future in futures)
-        raise Interrupted(report.total - len(jobs) + kept, report.total) from None
-    except BrokenProcessPool:
-        raise ChildProcessError(
-            "a worker process was ended from outside, perhaps for want of memory; what was done is kept: "
-            "run the same again with fewer workers"
-        ) from None
-    except BaseException:
-        pool.shutdown(cancel_futures=True)
-        raise
-    pool.shutdown()
-    return [future.result() for future in futures]
-
-
-def _run_job(job: _Job) -> StoredRun:
-    cell, config, stem, command = job
-    scenario = cell.scenario
-    return run_one(
-        cell.table,
-        cell.fleet,
-        load_policy(cell.policy),
-        seed=cell.seed,
-        warmup_share=scenario.warmup_share,
-        sample_interval_s=scenario.sample_interval_s,
-    ).write(stem, {"config": config, "command": command, **provenance()})
+    return outcome.files({"config": job.config, "command": job.command, **provenance()})
 
 
 class _Progress:

@@ -8,6 +8,7 @@ migration that was begun.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
@@ -51,18 +52,39 @@ class Outcome:
 
     def write(self, stem: Path, origin: Mapping[str, object]) -> StoredRun:
         """Store it under a stem, with what is to be known of where it came from."""
-        stem.parent.mkdir(parents=True, exist_ok=True)
+        return self.files(origin).write(stem)
+
+    def files(self, origin: Mapping[str, object]) -> RunFiles:
+        """What would be stored."""
         requests = recfunctions.append_fields(self.log.requests, "scored", self.scored, usemask=False)
-        for name, rows in {
+        tables = {
             "requests": requests,
             "samples": self.log.samples,
             "itl": metrics.itl_bins(self.log),
             "migrations": self.log.migrations,
-        }.items():
-            _write_parquet(_with_suffix(stem, f"{name}.parquet"), rows)
-        text = to_json({**self.summary, **origin})
-        write_atomically(_with_suffix(stem, "json"), text)
-        return StoredRun(stem, json.loads(text))
+        }
+        return RunFiles({name: _parquet(rows) for name, rows in tables.items()}, to_json({**self.summary, **origin}))
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run's files before they are written, perhaps by another machine than the one that made them.
+
+    Attributes:
+        tables: the Parquet files by name.
+        summary: the JSON.
+    """
+
+    tables: dict[str, bytes]
+    summary: str
+
+    def write(self, stem: Path) -> StoredRun:
+        """Write them under a stem, the summary last."""
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        for name, content in self.tables.items():
+            _with_suffix(stem, f"{name}.parquet").write_bytes(content)
+        write_atomically(_with_suffix(stem, "json"), self.summary)
+        return StoredRun(stem, json.loads(self.summary))
 
 
 def run_one(
@@ -174,11 +196,13 @@ def write_atomically(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def _write_parquet(path: Path, rows: NDArray[np.void]) -> None:
+def _parquet(rows: NDArray[np.void]) -> bytes:
     import pyarrow as pa
     from pyarrow import parquet
 
-    parquet.write_table(pa.table({name: np.ascontiguousarray(rows[name]) for name in rows.dtype.names or ()}), path)
+    buffer = io.BytesIO()
+    parquet.write_table(pa.table({name: np.ascontiguousarray(rows[name]) for name in rows.dtype.names or ()}), buffer)
+    return buffer.getvalue()
 
 
 def _read_parquet(path: Path) -> NDArray[np.void]:

@@ -47,7 +47,7 @@ MIN_POLL_INTERVAL_S = 1e-3
 MAX_POLLS_IN_FLIGHT = 10_000
 """Beyond these a slip of the finger would run for days or out of memory."""
 
-SERVE_MODULES = {"uvloop", "httptools", "orjson", "prometheus_client"}
+EXTRA_MODULES = {"serve": {"uvloop", "httptools", "orjson", "prometheus_client"}, "ray": {"ray"}}
 
 FLEET_EXAMPLE = "a10-llama-7b:4,h100-llama-3.1-8b:2"
 FAIL_EXAMPLE = "0@600,3@900"
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if debug or (error.name or "").startswith("fleetpilot"):
             raise
-        extra = "serve" if error.name in SERVE_MODULES else "eval"
+        extra = next((extra for extra, modules in EXTRA_MODULES.items() if error.name in modules), "eval")
         return _say(f"error: {error.name} is not installed; this needs: pip install 'fleetpilot[{extra}]'", BAD_INPUT)
 
 
@@ -624,6 +624,12 @@ def _add_evaluate(commands: Any) -> None:
     )
     parser.add_argument("--workers", metavar="N", type=_whole(1, MAX_WORKERS), help="processes (default: all cores)")
     parser.add_argument(
+        "--backend",
+        choices=("local", "ray"),
+        default="local",
+        help="where runs are made: this machine, or a Ray cluster (RAY_ADDRESS; without one, Ray on this machine)",
+    )
+    parser.add_argument(
         "-o", "--out", metavar="FOLDER", type=Path, help="folder of runs and report (default runs/evaluation)"
     )
 
@@ -643,7 +649,14 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             for workload in arguments.workload or [None]
             for load in arguments.load or [None]
         ]
-        runs = evaluate(scenarios, policies, out, seeds=range(arguments.seeds), workers=arguments.workers)
+        runs = evaluate(
+            scenarios,
+            policies,
+            out,
+            seeds=range(arguments.seeds),
+            workers=arguments.workers,
+            backend=arguments.backend,
+        )
         return _report(write_report(runs, out, baseline=arguments.baseline))
     except Interrupted as interrupted:
         return _say(f"{interrupted} in {out}; the same command goes on from there", INTERRUPTED)

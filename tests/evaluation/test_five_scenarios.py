@@ -54,7 +54,7 @@ def test_requests_move_where_they_may_and_leave_an_instance_that_goes(small: tup
 
 def test_what_is_on_disk_is_not_run_again(small: tuple[Path, list[Table]], monkeypatch: pytest.MonkeyPatch) -> None:
     out, tables = small
-    monkeypatch.setattr("fleetpilot.evaluation.runner._run_job", None)
+    monkeypatch.setattr("fleetpilot.evaluation.runner.run_job", None)
     assert five.run(out, workers=1, size=Size(segments=2, seeds=1, length=0.05)) == tables
 
 
