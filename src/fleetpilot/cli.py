@@ -174,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_list(commands)
     _add_simulate(commands)
     _add_evaluate(commands)
+    _add_plan(commands)
     _add_trace(commands)
     add_serve(_command, commands)
     _add_emulate(commands)
@@ -713,6 +714,140 @@ def _experiment(arguments: argparse.Namespace, out: Path) -> int:
     print("\n".join(map(plain, tables)))
     print(out / "report.md")
     return 0
+
+
+# --- plan --------------------------------------------------------------------------------------------------------
+
+
+def _add_plan(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "plan",
+        _plan,
+        "say how many instances meet a latency target at a workload's rate, and what binds",
+        "examples:\n"
+        "  fleetpilot plan --workload 'twin/azure-conv?rate=200&n=20000' --ttft-ms 500 "
+        "--profiles h100-llama-3.1-8b,l40s-llama-3.1-8b\n"
+        "  fleetpilot plan --workload trace.csv --policies round-robin,lmetric --ttft-ms 300 --tpot-ms 40\n"
+        "  fleetpilot plan --workload 'poisson?rate=100' --profiles h100-llama-3.1-8b --tpot-ms 50 "
+        "--engine max_num_seqs=64 --engine max_num_batched_tokens=2048,prefix_cache=false\n",
+    )
+    parser.add_argument(
+        "--workload", metavar="NAME", help="a trace file or a generated workload; its rate is what is to be served"
+    )
+    parser.add_argument(
+        "--superpose", metavar="K", type=_whole(1, MAX_WINDOWS), default=1, help="lay K windows of it over each other"
+    )
+    parser.add_argument(
+        "--drop-over-length", action="store_true", help="leave out requests that are too long for an instance"
+    )
+    parser.add_argument(
+        "--profiles",
+        metavar="NAME,...",
+        type=_names("h100-llama-3.1-8b,b200-llama-3.1-8b"),
+        default=[DEFAULT_PROFILE],
+        help=f"hardware profiles or .toml files, each a fleet of its own (default {DEFAULT_PROFILE})",
+    )
+    parser.add_argument(
+        "--policies",
+        metavar="NAME,...",
+        type=_names("round-robin,lmetric"),
+        default=["join-shortest-queue"],
+        help="policies (default join-shortest-queue)",
+    )
+    parser.add_argument(
+        "--engine",
+        metavar="FIELD=VALUE,...",
+        action="append",
+        type=_engine,
+        help=f"change the engines: {', '.join(ENGINE_FIELDS)}; may be given again, for another fleet of each kind",
+    )
+    parser.add_argument("--ttft-ms", metavar="MS", type=_positive, help="target for the time to the first token")
+    parser.add_argument("--tpot-ms", metavar="MS", type=_positive, help="target for the mean time per token after it")
+    parser.add_argument(
+        "--percentile", metavar="P", type=_positive, default=99.0, help="of the requests that meet it (default 99)"
+    )
+    parser.add_argument(
+        "--max-instances", metavar="N", type=_whole(1, MAX_INSTANCES), default=MAX_INSTANCES, help="most to try"
+    )
+    parser.add_argument("--workers", metavar="N", type=_whole(1, MAX_WORKERS), help="processes (default: all cores)")
+    parser.add_argument("--backend", choices=("local", "ray"), default="local", help="where runs are made")
+    parser.add_argument("--json", action="store_true", help="print the answers as JSON")
+
+
+def _positive(text: str) -> float:
+    if not 0 < _number(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number > 0")
+    return _number(text)
+
+
+ENGINE_FIELDS = ("prefix_cache", "max_num_seqs", "max_num_batched_tokens")
+"""Of a profile: what ``vllm serve`` sets by options of these names."""
+
+
+def _engine(text: str) -> dict[str, bool | int]:
+    """FIELD=VALUE,... as the changes of a profile."""
+    expected = f"FIELD=VALUE,... of {', '.join(ENGINE_FIELDS)}, as max_num_seqs=64,prefix_cache=false"
+    changes: dict[str, bool | int] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        known = {"true": True, "false": False} if name == "prefix_cache" else {}
+        if name not in ENGINE_FIELDS or name in changes or not (value in known or (not known and value.isdecimal())):
+            raise argparse.ArgumentTypeError(f"{part!r}: expected {expected}")
+        changes[name] = known[value] if known else int(value)
+    return changes
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from fleetpilot.evaluation.backends import map_over_workers
+    from fleetpilot.evaluation.planning import Answer, Question, Target, answer, plan_table
+    from fleetpilot.evaluation.provenance import to_json
+    from fleetpilot.evaluation.runner import compile_kernels, stderr_line
+    from fleetpilot.evaluation.segments import superpose
+    from fleetpilot.evaluation.tables import plain
+
+    if arguments.ttft_ms is None and arguments.tpot_ms is None:
+        raise ValueError("expected --ttft-ms, --tpot-ms or both: a plan needs a target")
+    target = Target(
+        arguments.percentile,
+        *(math.inf if most is None else most / 1e3 for most in (arguments.ttft_ms, arguments.tpot_ms)),
+    )
+    profiles = [_profile(name) for name in arguments.profiles]
+    policies = [_policy(name) for name in arguments.policies]
+    table = _fitting(superpose(_table(arguments.workload), arguments.superpose), profiles, arguments.drop_over_length)
+    questions = [
+        Question(
+            table,
+            profile.replace(**changes),
+            policy,
+            target,
+            ", ".join(f"{name}={str(value).lower()}" for name, value in changes.items()),
+            arguments.max_instances,
+        )
+        for profile in profiles
+        for changes in arguments.engine or [{}]
+        for policy in policies
+    ]
+    compile_kernels(policies, stderr_line)
+    found: dict[int, Answer] = {}
+
+    def keep(place: int, of: Answer) -> None:
+        found[place] = of
+        stderr_line(f"{len(found)}/{len(questions)} {of.question.profile.name} {of.question.policy}: {of.binds}")
+
+    status = 0
+    try:
+        map_over_workers(answer, questions, keep, backend=arguments.backend, workers=arguments.workers, say=stderr_line)
+    except KeyboardInterrupt:
+        status = _say(f"interrupted: {len(found)} of {len(questions)} fleets are planned", INTERRUPTED)
+    answers = [found[place] for place in sorted(found)]
+    stderr_line("")
+    if answers and arguments.json:
+        print(to_json([of.record() for of in answers]))
+    elif answers:
+        shown = plan_table(answers)
+        print(f"{plain(shown)}{shown.note}")
+    return status
 
 
 # --- demo --------------------------------------------------------------------------------------------------------
