@@ -1,8 +1,9 @@
-"""Set-up shared by all tests: hypothesis profiles, the folder of real traces, imports of the helper modules here."""
+"""Set-up shared by all tests: Ctrl-C, hypothesis profiles, the folder of real traces, imports of helper modules."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode leaves it out; tests import `oracle` and `strategies`
+
+# Shells start what they run in the background with SIGINT ignored, and the programs that tests interrupt inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
