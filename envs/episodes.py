@@ -29,6 +29,7 @@ from fleetpilot.envs.parameters import MAX_INSTANCES, Parameter, Range, checked_
 from fleetpilot.envs.requests import RequestSource
 from fleetpilot.envs.rewards import RewardWeights
 from fleetpilot.fleet.profiles import HardwareProfile, load_profile
+from fleetpilot.workloads.predictors import LogNormalError
 from fleetpilot.workloads.table import RequestTable
 
 _LEAST_POLL_INTERVAL_S = 0.05
@@ -73,9 +74,21 @@ LIFE_PARAMETERS: Mapping[str, tuple[Parameter, Range]] = {
 }
 """What becomes of instances, with the default range of each: drawn apart, after all others."""
 
+PREDICTION_PARAMETERS: Mapping[str, tuple[Parameter, Range]] = {
+    "predicted_share": (
+        Parameter("share", 0.0, 1.0, "requests whose output a predictor knows; all others get the mean of their kind"),
+        0.0,
+    ),
+    "predictor_error": (
+        Parameter("", 0.0, 3.0, "of these, standard deviation of the logarithm of predicted over true output"),
+        0.5,
+    ),
+}
+"""What is known of the answers' lengths: drawn apart too."""
+
 MAX_HOLD = Parameter("s", 0.0, 1e6, "time that a request may be held at the dispatcher")
 
-_LIFE = 1  # key of the draws of `LIFE_PARAMETERS`
+_LIFE, _PREDICTIONS = 1, 2  # keys of the draws of `LIFE_PARAMETERS` and `PREDICTION_PARAMETERS`
 _SHORTEST, _LONGEST = 0.25, 2.0  # scored part of an episode, over the mean
 _COEFFICIENTS = ("a_s", "w_s", "b_s", "w_e_s", "c_s", "d_s", "e_s", "host_step_s", "host_per_seq_s")
 
@@ -118,8 +131,8 @@ class Scenario:
         rebalancing: how requests move where someone decides that; None: they never do.
         scaling: how instances are started and drained where someone decides that, but for `ready` and `start_up_s`,
             which are parameters of the episode; None: they never are.
-        ranges: of `FLEET_PARAMETERS`, `requests.parameters` and `LIFE_PARAMETERS`, where they differ from the
-            defaults; `fleet_size` is the number of slots of the environment unless given.
+        ranges: of `FLEET_PARAMETERS`, `requests.parameters`, `LIFE_PARAMETERS` and `PREDICTION_PARAMETERS`, where they
+            differ from the defaults; `fleet_size` is the number of slots of the environment unless given.
         reward: weights of the reward's components.
     """
 
@@ -156,8 +169,8 @@ class Scenario:
     def parameters(self) -> dict[str, Parameter]:
         """All numbers that its episodes have."""
         own = {name: parameter for name, (parameter, _) in self.requests.parameters.items()}
-        life = {name: parameter for name, (parameter, _) in LIFE_PARAMETERS.items()}
-        return {**FLEET_PARAMETERS, **own, **life}
+        apart = {name: parameter for name, (parameter, _) in {**LIFE_PARAMETERS, **PREDICTION_PARAMETERS}.items()}
+        return {**FLEET_PARAMETERS, **own, **apart}
 
     def limits(self, slots: int) -> dict[str, tuple[float, float]]:
         """The range of each parameter in an environment with so many slots for instances."""
@@ -171,8 +184,8 @@ class Scenario:
             "scored_requests": 1000,
         }
         own = {name: default for name, (_, default) in self.requests.parameters.items()}
-        life = {name: default for name, (_, default) in LIFE_PARAMETERS.items()}
-        given = {**defaults, **own, **life, **self.ranges}
+        apart = {name: default for name, (_, default) in {**LIFE_PARAMETERS, **PREDICTION_PARAMETERS}.items()}
+        given = {**defaults, **own, **apart, **self.ranges}
         limits = {name: parameter.checked_range(name, given[name]) for name, parameter in self.parameters.items()}
         if limits["fleet_size"][1] > slots:
             raise ValueError(f"fleet_size = {given['fleet_size']!r}: expected at most instances = {slots}")
@@ -225,17 +238,20 @@ class Scenario:
             pinned: parameters that are not drawn (`pins`).
             length: of the scored part, over its mean; drawn by default.
         """
-        drawn = [name for name in limits if name not in LIFE_PARAMETERS]
+        drawn = [name for name in limits if name not in LIFE_PARAMETERS and name not in PREDICTION_PARAMETERS]
         shares = rng.random(len(drawn))
         drawn_length = _SHORTEST + min((1.0 - _SHORTEST) * rng.standard_exponential(), _LONGEST - _SHORTEST)
         length = drawn_length if length is None else length
         errors = rng.uniform(-1.0, 1.0, len(_COEFFICIENTS))
         seed, requests_seed = rng.integers(2**63, size=2).tolist()
         life = np.random.default_rng((seed, _LIFE))  # apart, so that episodes of old are what they were
-        names = (*drawn, *LIFE_PARAMETERS)
+        predictions = np.random.default_rng((seed, _PREDICTIONS))
+        apart = (*life.random(len(LIFE_PARAMETERS)), *predictions.random(len(PREDICTION_PARAMETERS)))
         values = {
             name: self.parameters[name].at(share, *limits[name])
-            for name, share in zip(names, (*shares.tolist(), *life.random(len(LIFE_PARAMETERS)).tolist()), strict=True)
+            for name, share in zip(
+                (*drawn, *LIFE_PARAMETERS, *PREDICTION_PARAMETERS), (*shares.tolist(), *map(float, apart)), strict=True
+            )
         }
         values.update(pinned)
         instances = int(values["fleet_size"])
@@ -243,6 +259,7 @@ class Scenario:
         table = self.requests.draw(
             int(warmup) + max(1, round(scored * length)), values, np.random.default_rng(requests_seed)
         )
+        table = _with_predictions(table, values["predicted_share"], values["predictor_error"], predictions)
         engine = engine_record(self.hardware)
         for name, error in zip(_COEFFICIENTS, errors.tolist(), strict=True):
             engine["cost"][name] *= 1.0 + values["hardware_error"] * error
@@ -290,6 +307,15 @@ class Scenario:
                     f"{name} = {pinned[name]:g}: expected at most {limits[name][1]:g}, which it was made for"
                 )
         return pinned
+
+
+def _with_predictions(table: RequestTable, share: float, error: float, rng: np.random.Generator) -> RequestTable:
+    """A share of the requests is predicted its own output, with an error."""
+    if share == 0.0:
+        return table
+    predicted = LogNormalError(error).predict(table, int(rng.integers(2**63)))
+    known = rng.random(len(table)) < share
+    return replace(table, predicted_output_tokens=np.where(known, predicted, table.predicted_output_tokens))
 
 
 def _failures(

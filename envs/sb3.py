@@ -29,6 +29,9 @@ class SB3VecEnv(VecEnv):
     episode ended holds `terminal_observation`, `TimeLimit.truncated`, `episode` and everything in the row's
     `final_info`; that of any other row is empty.
 
+    Attributes:
+        step_infos: what the last step told of all rows, as the vector environment gave it.
+
     Args:
         vector_env: in mode SAME_STEP, returning fresh arrays at each step: Stable-Baselines3 keeps them until after the
             next one. `fleetpilot.envs.testing.check_vector_env` checks both.
@@ -46,6 +49,7 @@ class SB3VecEnv(VecEnv):
             )
         self.vector_env = vector_env
         self._actions: NDArray[Any]
+        self.step_infos: dict[str, Any] = {}
         self._returns = np.zeros(vector_env.num_envs)
         self._lengths = np.zeros(vector_env.num_envs, np.int64)
         self._started_s = time.time()
@@ -53,7 +57,8 @@ class SB3VecEnv(VecEnv):
 
     def reset(self) -> VecEnvObs:
         """Start an episode in every row, with the seeds and options that were set since the last reset."""
-        observations, infos = self.vector_env.reset(seed=self._seeds[0], options=self._options[0] or None)
+        seeds: Any = None if self._seeds[0] is None else list(self._seeds)
+        observations, infos = self.vector_env.reset(seed=seeds, options=self._options[0] or None)
         self._reset_seeds()
         self._reset_options()
         self.reset_infos = [info_row(infos, row) for row in range(self.num_envs)]
@@ -80,6 +85,7 @@ class SB3VecEnv(VecEnv):
     def step_wait(self) -> VecEnvStepReturn:
         """Step; float32 rewards, and infos of the rows whose episode ended."""
         observations, rewards, terminations, truncations, infos = self.vector_env.step(self._actions)
+        self.step_infos = infos
         self._returns += rewards
         self._lengths += 1
         dones = terminations | truncations
