@@ -36,3 +36,11 @@ def test_train_sb3(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     example["main"].__globals__.update(EPISODES=2, SETTINGS={**example["SETTINGS"], "scored_requests": 20})
     example["main"]()
     assert "MaskablePPO     return" in capsys.readouterr().out
+
+
+def test_train_gymnasium(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    example = runpy.run_path(str(EXAMPLES / "train_gymnasium.py"))
+    example["main"].__globals__.update(UPDATES=2, ENVS=8, STEPS=16, BATCH=64)
+    example["main"]()
+    assert "256 decisions: reward -" in capsys.readouterr().out
