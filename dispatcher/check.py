@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from fleetpilot.baselines import load_policy
+from fleetpilot.agents import load_policy
 from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.engine import Capabilities, Engine, ask_capabilities
 from fleetpilot.dispatcher.http.client import CallError

@@ -29,7 +29,7 @@ class _Collected(Collector):
         for name, labels, counts in (
             ("fleetpilot_requests", "outcome", dispatcher.outcomes),
             ("fleetpilot_events", "event", dispatcher.counts),
-            ("fleetpilot_policy_fallbacks", "reason", dispatcher.fleet.host.fallbacks),
+            ("fleetpilot_policy_fallbacks", "reason", dispatcher.fleet.host.fallback_counts),
         ):
             family = CounterMetricFamily(name, name.replace("_", " "), labels=[labels])
             for label, value in sorted(counts.items()):

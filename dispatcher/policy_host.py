@@ -34,6 +34,12 @@ class PolicyHost:
         fallback.reset(1, seed)
         self._worker = None if isinstance(policy, CompiledPolicy) else ThreadPoolExecutor(1, "policy")
 
+    @property
+    def fallback_counts(self) -> dict[str, int]:
+        """`fallbacks`, and under ``out of range`` the decisions that a learned policy left to its own baseline."""
+        outside = getattr(self.policy, "counts", {}).get("out_of_range", 0)
+        return {**self.fallbacks, **({"out of range": outside} if outside else {})}
+
     def choose(self, view: FleetView) -> int:
         """The slot chosen, or `NONE`."""
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import orjson
 
-from fleetpilot.baselines import load_policy
+from fleetpilot.agents import load_policy
 from fleetpilot.dispatcher import metrics, telemetry
 from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.engine import Engine, EngineState

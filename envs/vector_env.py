@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from fleetpilot.baselines import load_policy
+from fleetpilot.agents import load_policy
 from fleetpilot.cluster.batch import ClusterBatch
 from fleetpilot.cluster.state import State
 from fleetpilot.envs.episodes import Scenario
@@ -28,7 +28,7 @@ from fleetpilot.envs.threads import Stepper
 from fleetpilot.fleet.features import KINDS, Feature, feature_arrays, feature_scratch, features, features_for
 from fleetpilot.fleet.jit import UNCOMPILED
 from fleetpilot.fleet.policy import CompiledPolicy
-from fleetpilot.fleet.view import KIND_DESTINATION, KIND_DISPATCH, KIND_SCALE, KIND_SOURCE
+from fleetpilot.fleet.view import KIND_DESTINATION, KIND_DISPATCH, KIND_SCALE, KIND_SOURCE, FleetView
 
 Observations = dict[str, NDArray[np.float32]]
 Infos = dict[str, Any]
@@ -82,7 +82,7 @@ def _kinds(names: object) -> tuple[int, ...]:
 
 
 def _baseline(argument: str, name: str) -> CompiledPolicy:
-    """A baseline that can be called from the kernel.
+    """A policy that can be called from the kernel: a baseline, or an export.
 
     Raises:
         ValueError: it is not known, or has state.
@@ -141,8 +141,8 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         instances: slots for instances, the N of the spaces, at most 4,096; a fleet may be smaller (`fleet_size`).
         threads: that step the rows.
         kinds: of decision that the agent answers: some of ``dispatch``, ``source``, ``destination``, ``scale``.
-        others: a baseline without state (`fleetpilot.baselines`) that answers what it can of the other kinds. What
-            nobody answers is not asked.
+        others: a baseline without state (`fleetpilot.baselines`), or the folder of an exported policy, that answers
+            what it can of the other kinds. What nobody answers is not asked.
         **changes: of the scenario: parameters as a number or a range, `profile`, `reward`, `max_hold_s`,
             `rebalancing`, `scaling` (`Scenario.with_changes`).
     """
@@ -334,6 +334,11 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         return tuple(self._seeds[row] for row in range(self.num_envs) if self._generator(row))
 
     # --- more ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> FleetView:
+        """What a policy is asked that answers the pending decisions, live: copy what is kept."""
+        return self._cluster.view
 
     def action_masks(self) -> NDArray[np.bool_]:
         """(num_envs, instances + 1) which actions are legal now; always one at least."""

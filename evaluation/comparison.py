@@ -409,7 +409,17 @@ def notes(result: ScenarioResult) -> list[str]:
         unfinished = {name: counts[name] for name in metrics.STATUSES if name != "finished" and counts[name]}
         if unfinished:
             said.append(f"{policy.policy}: " + ", ".join(f"{count:,} {name}" for name, count in unfinished.items()))
+        share = fallback_share([run.summary for run in policy.runs])
+        if share:
+            said.append(f"{policy.policy}: its fallback made {share:.1%} of the decisions, out of its trained range")
     return said
+
+
+def fallback_share(summaries: Iterable[dict[str, Any]]) -> float:
+    """Of a learned policy's decisions, those that its fallback made; 0 for others."""
+    counts = [summary.get("policy_counts") or {} for summary in summaries]
+    decisions = sum(count.get("decisions", 0) for count in counts)
+    return sum(count.get("out_of_range", 0) for count in counts) / decisions if decisions else 0.0
 
 
 def interval_text(interval: Interval | None) -> str:

@@ -17,6 +17,7 @@ from fleetpilot.evaluation.comparison import (
     ScenarioResult,
     collect,
     differences_table,
+    fallback_share,
     notes,
     rescored_table,
     values_table,
@@ -101,6 +102,7 @@ def run_text(summary: dict[str, Any], fleet: FleetConfig) -> str:
         )
     ]
     classes = ", ".join(f"{name} {number(_scaled(share, 100))} %" for name, share in goodput["by_class"].items())
+    share = fallback_share([summary])
     statuses = ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in STATUSES)
     lines = [
         f"scored: {counts['offered']:,} requests, of them {statuses}",
@@ -109,6 +111,7 @@ def run_text(summary: dict[str, Any], fleet: FleetConfig) -> str:
         f"{number(_scaled(used['fragmentation'], 100))} %, KV use {number(_scaled(used['kv_use'], 100))} %, "
         f"batch {number(used['batch_size'])}, load max/mean {number(used['load_max_over_mean'])}",
         *_moves(metrics["migrations"], fleet, used["run_instance_seconds"] / max(summary["simulated_s"], 1e-9)),
+        *([f"decided by its fallback, out of its trained range: {share:.1%}"] if share else []),
         f"simulated {summary['simulated_s']:,.0f} s in {summary['wall_s']:.2f} s",
     ]
     title = f"{summary['label']} on {summary['workload']}, {', '.join(f'{n} x {name}' for name, n in kinds.items())}"

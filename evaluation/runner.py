@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fleetpilot.baselines import load_policy
+from fleetpilot.agents import load_policy
 from fleetpilot.cluster import Failures, FleetConfig, simulate
 from fleetpilot.evaluation.backends import map_over_workers
 from fleetpilot.evaluation.provenance import code_version, config_hash, fleet_json, provenance, table_hash
@@ -82,6 +82,7 @@ class Cell:
         """Everything that decides the result."""
         return {
             "policy": self.policy,
+            **_of_export(self.policy),
             "scenario": self.scenario.name,
             "family": self.scenario.family,
             "load": self.scenario.load,
@@ -112,6 +113,12 @@ class Cell:
         """Where its files lie: readable, and another place for every other configuration."""
         scenario, policy = (re.sub(r"[^a-zA-Z0-9.=_-]+", "-", name)[:80] for name in (self.scenario.name, self.policy))
         return folder / f"{scenario}-{self.segment:02d}-{policy}-{self.seed}-{config_hash(config)}"
+
+
+def _of_export(policy: str) -> dict[str, str]:
+    """What tells exports of one name apart; nothing for a baseline."""
+    digest = getattr(load_policy(policy), "digest", None)
+    return {} if digest is None else {"policy_digest": digest}
 
 
 class Interrupted(Exception):
@@ -146,7 +153,7 @@ def evaluate(
 
     Args:
         scenarios: what to serve, on what.
-        policies: names for `fleetpilot.baselines.load_policy`.
+        policies: names for `fleetpilot.agents.load_policy`.
         out: folder of the evaluation; the runs go to ``out/runs``.
         seeds: tie-break seeds.
         workers: processes; the machine's cores by default. With 1 all happens in this process.

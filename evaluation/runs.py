@@ -124,6 +124,7 @@ def run_one(
         "metrics": metrics.summary(log, scored, window, fleet.slo_classes),
         "simulated_s": log.end_s,
         "wall_s": wall_s,
+        "policy_counts": getattr(policy, "counts", None),  # of a learned policy
     }
     return Outcome(log, scored, summary)
 

@@ -27,16 +27,15 @@ UNCOMPILED: bool = bool(config.DISABLE_JIT)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_KERNEL_FOLDERS = ("fleet", "cluster", "baselines", "envs", "workloads")
+_KERNEL_SOURCES = ("fleet/*.py", "cluster/*.py", "baselines/*.py", "envs/*.py", "workloads/*.py", "agents/inference.py")
 
 
 @cache
 def cache_dir() -> Path:
     """The directory that holds the compiled kernels of exactly these sources and this Numba."""
     package = Path(__file__).parent
-    roots = [package.parent / folder for folder in _KERNEL_FOLDERS]
     digest = hashlib.sha256(f"{numba.__version__}".encode())
-    for source in sorted(path for root in roots if root.is_dir() for path in root.glob("*.py")):
+    for source in sorted(path for pattern in _KERNEL_SOURCES for path in package.parent.glob(pattern)):
         digest.update(source.name.encode() + source.read_bytes())
     base = os.environ.get("NUMBA_CACHE_DIR") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fleetpilot"

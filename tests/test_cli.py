@@ -45,6 +45,16 @@ BAD = {
     "simulate --polcy random": "unrecognized arguments: --polcy random",
     "simulate --policy": "expected one argument",
     f"simulate --workload {SMALL} --policy lmetrik": "'lmetrik' is not known; did you mean lmetric.*known: random",
+    f"simulate --workload {SMALL} --policy ./": "expected the folder of an exported policy, with a file policy.json",
+    "train": "one of the arguments --config --resume is required",
+    "train --config fast": "config 'fast' is not known; expected one of dispatch, fleet, quick, or a .toml file",
+    "train --config missing.toml": "missing.toml: No such file or directory",
+    "train --config quick --seed -1": "--seed: '-1': expected a whole number from 0",
+    "train --resume missing": "checkpoint.pt.gz: no such file; expected the folder of a run that was begun",
+    "train --resume missing --seed 3": "--seed: expected none with --resume",
+    "export missing": "expected the folder of a training run",
+    "explain lmetric": "FOLDER 'lmetric': expected the folder of an exported policy",
+    "explain missing/export": "expected the folder of an exported policy, with a file policy.json",
     "simulate": "--workload: expected a trace file or the name of a workload",
     "simulate --workload poison": r"workload \(and no file .*\) 'poison' is not known; did you mean poisson",
     "simulate --workload twin/azur-conv": "'twin/azur-conv' is not known; did you mean .*, servegen:PATH, file:PATH",
@@ -263,7 +273,10 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out.startswith("usage: fleetpilot")
 
 
-@pytest.mark.parametrize("command", [["simulate"], ["evaluate"], ["trace"], ["emulate"]])
+HELP = [["simulate"], ["evaluate"], ["trace"], ["emulate"], ["train"], ["export"], ["explain"]]
+
+
+@pytest.mark.parametrize("command", HELP)
 def test_examples_in_help_are_understood(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*command, "--help") == 0
     examples = re.findall(r"^  fleetpilot (.*)$", capsys.readouterr().out, re.MULTILINE)
@@ -272,7 +285,9 @@ def test_examples_in_help_are_understood(command: list[str], capsys: pytest.Capt
         assert _parser().parse_args(shlex.split(example)).run
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/cli.md", "docs/evaluation.md", "docs/emulator.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/cli.md", "docs/evaluation.md", "docs/emulator.md", "docs/training.md"]
+)
 def test_commands_in_the_documentation_are_understood(page: str) -> None:
     text = (Path(__file__).parent.parent / page).read_text(encoding="utf-8")
     fenced = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
@@ -280,7 +295,7 @@ def test_commands_in_the_documentation_are_understood(page: str) -> None:
     examples += re.findall(r"`fleetpilot ([a-z][^`A-Z]*)`", text)
     assert examples
     for example in examples:
-        if example not in ("trace", "calibrate", "validate"):  # named, without what they need
+        if example not in ("trace", "calibrate", "validate", "train"):  # named, without what they need
             assert _parser().parse_args(shlex.split(example)).run
 
 

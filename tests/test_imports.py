@@ -35,8 +35,10 @@ FORBIDDEN: dict[str, set[str]] = {
     "cluster": GYMNASIUM | TORCH | HTTP,
     "envs": TORCH | HTTP,
     "baselines": CLUSTER | GYMNASIUM | TORCH | HTTP,
-    "evaluation": HTTP,
-    "dispatcher": GYMNASIUM | TORCH | {"fleetpilot.evaluation"},
+    "agents": CLUSTER | HTTP,
+    "training": HTTP,
+    "evaluation": HTTP | {"fleetpilot.training"},
+    "dispatcher": GYMNASIUM | TORCH | {"fleetpilot.evaluation", "fleetpilot.training"},
     "calibration": TORCH,
 }
 """Folder -> what it must not import, itself and the modules inside. A folder may always import its own."""
@@ -114,7 +116,11 @@ HEAVY = {"pandas", "torch", "stable_baselines3", "tensorboard", "matplotlib", "p
 
 @pytest.mark.parametrize(
     ("package", "unwanted"),
-    [("fleetpilot.envs", HEAVY), ("fleetpilot.baselines", HEAVY | {"gymnasium", "fleetpilot.cluster"})],
+    [
+        ("fleetpilot.envs", HEAVY),
+        ("fleetpilot.baselines", HEAVY | {"gymnasium", "fleetpilot.cluster"}),
+        ("fleetpilot.agents", HEAVY | {"gymnasium", "fleetpilot.cluster", "onnxruntime"}),
+    ],
 )
 def test_an_import_loads_nothing_heavy(package: str, unwanted: set[str]) -> None:
     command = [sys.executable, "-c", f"import sys, {package}; print(*sys.modules)"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import fleetpilot
+from fleetpilot.learning import add_learning
 from fleetpilot.serving import add_serve
 
 if TYPE_CHECKING:
@@ -47,7 +48,12 @@ MIN_POLL_INTERVAL_S = 1e-3
 MAX_POLLS_IN_FLIGHT = 10_000
 """Beyond these a slip of the finger would run for days or out of memory."""
 
-EXTRA_MODULES = {"serve": {"uvloop", "httptools", "orjson", "prometheus_client"}, "ray": {"ray"}}
+EXTRAS = {
+    "serve": {"uvloop", "httptools", "orjson", "prometheus_client"},
+    "ray": {"ray"},
+    "train": {"torch", "stable_baselines3", "sb3_contrib", "tensorboard", "onnxscript", "onnx", "onnxruntime", "PIL"},
+}
+"""Modules that come with an extra; all others that may be missing come with `eval`."""
 
 FLEET_EXAMPLE = "a10-llama-7b:4,h100-llama-3.1-8b:2"
 FAIL_EXAMPLE = "0@600,3@900"
@@ -60,6 +66,8 @@ EXAMPLES = """examples:
   fleetpilot evaluate --policies all --workload trace.csv --load 0.8,0.95 --segments 10 -o runs/mine
   fleetpilot evaluate --experiment llumnix-motivation
   fleetpilot trace inspect trace.csv
+  fleetpilot train --config quick
+  fleetpilot evaluate --policies runs/train/ppo/Dispatch-v0_1/export,join-shortest-queue --workload trace.csv
   fleetpilot serve --engines http://127.0.0.1:8001 http://127.0.0.1:8002 --policy llumnix
   fleetpilot emulate --engines 4
 """
@@ -94,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if debug or (error.name or "").startswith("fleetpilot"):
             raise
-        extra = next((extra for extra, modules in EXTRA_MODULES.items() if error.name in modules), "eval")
+        extra = next((extra for extra, modules in EXTRAS.items() if error.name in modules), "eval")
         return _say(f"error: {error.name} is not installed; this needs: pip install 'fleetpilot[{extra}]'", BAD_INPUT)
 
 
@@ -176,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_evaluate(commands)
     _add_plan(commands)
     _add_trace(commands)
+    add_learning(_command, commands)
     add_serve(_command, commands)
     _add_emulate(commands)
     _add_calibrate(commands)
@@ -528,9 +537,12 @@ def _mixed(arguments: argparse.Namespace) -> tuple[HardwareProfile, ...]:
 
 
 def _policy(name: str) -> str:
-    from fleetpilot.baselines import BASELINES, load_policy
+    from fleetpilot.agents import is_export_name, load_policy
+    from fleetpilot.baselines import BASELINES
 
-    _known("policy", name.partition("?")[0], BASELINES)
+    base = name.partition("?")[0]
+    if not is_export_name(base):
+        _known("policy", base, BASELINES)
     load_policy(name)
     return name
 
@@ -562,7 +574,7 @@ def _add_simulate(commands: Any) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from fleetpilot.baselines import load_policy
+    from fleetpilot.agents import load_policy
     from fleetpilot.evaluation.provenance import fleet_json, provenance, table_hash, to_json
     from fleetpilot.evaluation.report import run_text
     from fleetpilot.evaluation.runner import compile_kernels, stderr_line
@@ -1122,7 +1134,7 @@ def _add_validate(commands: Any) -> None:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from fleetpilot.baselines import load_policy
+    from fleetpilot.agents import load_policy
     from fleetpilot.calibration.report import verdict, write_validation
     from fleetpilot.calibration.validation import Setup, ValidationError, validate
     from fleetpilot.dispatcher.config import ServeConfig
@@ -1209,6 +1221,12 @@ def _list_traces() -> list[tuple[str, ...]]:
     return [(name, source.format, source.licence, source.attribution) for name, source in SOURCES.items()]
 
 
+def _list_configs() -> list[tuple[str, ...]]:
+    from fleetpilot.training.config import configurations
+
+    return list(configurations().items())
+
+
 def _list_scenarios() -> list[tuple[str, ...]]:
     from fleetpilot.envs.scenarios import scenario_rows
 
@@ -1222,4 +1240,5 @@ _LISTS: dict[str, Callable[[], list[tuple[str, ...]]]] = {
     "traces": _list_traces,
     "scenarios": _list_scenarios,
     "experiments": _list_experiments,
+    "configs": _list_configs,
 }

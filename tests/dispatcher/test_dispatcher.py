@@ -547,3 +547,30 @@ def test_a_stream_that_cannot_go_on_is_cut_and_never_looks_whole() -> None:
             assert dispatcher.outcomes["failed"] == 1
 
     run(test)
+
+
+@pytest.mark.parametrize("at_home", [True, False])
+def test_a_learned_policy_serves_and_what_it_leaves_to_its_baseline_is_counted(at_home: bool, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    from fleetpilot.agents import load_policy
+    from fleetpilot.agents.export import export_policy
+    from fleetpilot.agents.schema import sizes_for
+    from fleetpilot.agents.scorer import SetScorer
+
+    scorer = SetScorer(sizes_for((KIND_DISPATCH,)))
+    for name in ("instances", "request", "fleet"):
+        getattr(scorer, f"low_{name}").fill_(-10.0)
+        getattr(scorer, f"high_{name}").fill_(10.0 if at_home else -9.0)
+    folder = tmp_path / "policy"
+    export_policy(scorer, (KIND_DISPATCH,), folder, fallback="lmetric", mode="sample", provenance={})
+
+    async def test() -> None:
+        async with a_fleet(2, load_policy(str(folder))) as (dispatcher, client, _):
+            answers = await asyncio.gather(*(ask(HttpClient(client.origin)) for _ in range(8)))
+            assert all(answer.status == 200 for answer in answers)
+            fallbacks = dispatcher.fleet.host.fallback_counts
+            assert fallbacks == ({} if at_home else {"out of range": 8})
+            shown = (await client.fetch("GET", "/metrics", timeout_s=WAIT_S)).body.decode()
+            assert ('reason="out of range"' in shown) == (not at_home)
+
+    run(test)

@@ -1,0 +1,156 @@
+"""``fleetpilot train``, ``export`` and ``explain``: learned policies on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MAX_SEED = 2**31 - 1
+
+
+def add_learning(command: Callable[..., Any], commands: Any) -> None:
+    """Add the subcommands."""
+    _add_train(command, commands)
+    _add_export(command, commands)
+    _add_explain(command, commands)
+
+
+def _count(text: str) -> int:
+    """A whole number from 1 to a billion."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 to {10**9:,}")
+    return value
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or len(text) > 10 or int(text) > MAX_SEED:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 0 to {MAX_SEED}")
+    return int(text)
+
+
+# --- train -----------------------------------------------------------------------------------------------------------
+
+
+def _add_train(command: Callable[..., Any], commands: Any) -> None:
+    parser = command(
+        commands,
+        "train",
+        _train,
+        "train a policy: imitation of a baseline, then reinforcement learning",
+        "Ctrl-C ends a run after its update; --resume goes on as if nothing had happened.\n\n"
+        "examples:\n"
+        "  fleetpilot train --config quick\n"
+        "  fleetpilot train --config mine.toml --seed 3 -o runs/mine\n"
+        "  fleetpilot train --resume runs/train/ppo/Dispatch-v0_1\n"
+        "  tensorboard --logdir runs/train\n",
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--config", metavar="NAME", help="configuration (fleetpilot list configs), or a .toml file")
+    which.add_argument("--resume", metavar="FOLDER", type=Path, help="run to go on with")
+    parser.add_argument("--seed", metavar="N", type=_seed, help="in place of the configuration's")
+    parser.add_argument("--decisions", metavar="N", type=_count, help="in place of the configuration's")
+    parser.add_argument(
+        "-o", "--out", metavar="FOLDER", type=Path, default=Path("runs/train"), help="of runs (default runs/train)"
+    )
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from fleetpilot.evaluation.runner import stderr_line
+    from fleetpilot.training.config import load_config
+    from fleetpilot.training.train import resume, train
+
+    changes = {name: getattr(arguments, name) for name in ("seed", "decisions") if getattr(arguments, name) is not None}
+    if arguments.resume is not None:
+        if changes:
+            raise ValueError(f"--{next(iter(changes))}: expected none with --resume, which goes on with what was begun")
+        resume(arguments.resume, say=_say, tick=stderr_line)
+        return 0
+    config = dataclasses.replace(load_config(arguments.config), **changes)
+    train(config, arguments.out, say=_say, tick=stderr_line)
+    return 0
+
+
+def _say(line: str) -> None:
+    """A line worth keeping, over one of progress."""
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    print(line, flush=True)
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def _add_export(command: Callable[..., Any], commands: Any) -> None:
+    parser = command(
+        commands,
+        "export",
+        _export,
+        "write the best policy of a training run to a folder that needs no PyTorch",
+        "Training does this itself at its end.\n\nexample:\n"
+        "  fleetpilot export runs/train/ppo/Dispatch-v0_1 -o policies/mine --mode sample\n",
+    )
+    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of the training run")
+    parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, help="folder of the export (default RUN/export)")
+    parser.add_argument("--mode", choices=("greedy", "sample"), help="how it chooses (default: as it was validated)")
+    parser.add_argument("--fallback", metavar="NAME", help="baseline that decides where the policy is not at home")
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from fleetpilot.agents import load_export
+    from fleetpilot.training.train import export_run
+
+    folder = export_run(arguments.folder, arguments.out, arguments.mode, arguments.fallback)
+    load_export(folder)
+    print(folder)
+    return 0
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+
+def _add_explain(command: Callable[..., Any], commands: Any) -> None:
+    parser = command(
+        commands,
+        "explain",
+        _explain,
+        "show how a learned policy scored the instances for one decision, and which features moved the scores",
+        "The decision is the N-th of an episode of a scenario that the policy itself runs.\n\nexample:\n"
+        "  fleetpilot explain runs/train/ppo/Dispatch-v0_1/export --scenario bursty --decision 500 -o explained\n",
+    )
+    parser.add_argument("policy", metavar="FOLDER", help="folder of the export")
+    parser.add_argument("--scenario", metavar="NAME", default="steady", help="(default steady)")
+    parser.add_argument("--instances", metavar="N", type=_count, default=8, help="size of the fleet (default 8)")
+    parser.add_argument("--load", metavar="SHARE", type=float, help="of the episode (default the scenario's)")
+    parser.add_argument("--decision", metavar="N", type=_count, default=100, help="which one (default the 100th)")
+    parser.add_argument("--seed", metavar="N", type=_seed, default=0, help="of the episode (default 0)")
+    parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, default=Path("runs/explain"))
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from fleetpilot.agents import load_policy
+    from fleetpilot.agents.explain import LearnedPolicy, explain, recorded_view
+
+    policy = load_policy(arguments.policy)
+    if not isinstance(policy, LearnedPolicy):
+        raise ValueError(f"FOLDER {arguments.policy!r}: expected the folder of an exported policy")
+    view = recorded_view(
+        policy,
+        arguments.scenario,
+        arguments.instances,
+        arguments.decision,
+        seed=arguments.seed,
+        load=arguments.load,
+    )
+    said = explain(policy, view)
+    print(said.text())
+    for path in said.write(arguments.out):
+        print(path)
+    return 0
