@@ -326,10 +326,11 @@ async def assert_undisturbed(engines: Engines, relay: Relay, task: asyncio.Task[
 def test_a_full_destination_leaves_the_source_undisturbed(engines: Engines) -> None:
     async def test() -> None:
         generator = random.Random(31)
-        fillers = [a_body(prompt=token_ids(generator, 1960), max_tokens=80, priority=-5) for _ in range(4)]
-        async with one_running(engines, copy_deadline_s=1.0) as (dispatcher, _, relay, task, body):
+        # They fit to their ends, and from their first tokens on leave no room for 1,000 more.
+        fillers = [a_body(prompt=token_ids(generator, 1800), max_tokens=240) for _ in range(4)]
+        async with one_running(engines, max_tokens=1000, copy_deadline_s=1.0) as (dispatcher, _, relay, task, body):
             filling = [asyncio.create_task(direct_stream(engines[1], filler)) for filler in fillers]
-            while (await gauges(engines[1]))[2] < 0.93:
+            while (await gauges(engines[1]))[2] < 0.88:
                 assert not any(each.done() for each in filling)
             migration = await move(dispatcher, relay, 1)
             assert migration.outcome == "copy late"
@@ -343,7 +344,7 @@ def test_a_full_destination_leaves_the_source_undisturbed(engines: Engines) -> N
 
 def test_a_slow_destination_leaves_the_source_undisturbed(engines: Engines) -> None:
     async def test() -> None:
-        async with one_running(engines, copy_deadline_s=2.0, poll_interval_s=30.0) as (
+        async with one_running(engines, max_tokens=1000, copy_deadline_s=2.0, poll_interval_s=30.0) as (
             dispatcher,
             _,
             relay,
