@@ -29,7 +29,7 @@ from fleetpilot.agents.inference import MODES, WEIGHTS, Memory, decide, decide_r
 from fleetpilot.agents.schema import ARRAYS, SCHEMA_VERSION, feature_schema, sizes_for
 from fleetpilot.fleet.features import KINDS, features, features_for
 from fleetpilot.fleet.jit import UNCOMPILED, function_pointer
-from fleetpilot.fleet.policy import CHOOSE_SIGNATURE, CompiledPolicy, Policy
+from fleetpilot.fleet.policy import CHOOSE_SIGNATURE, CompiledPolicy, Policy, require_compiled
 from fleetpilot.fleet.view import Decision, FleetView, empty_view
 
 FORMAT = "fleetpilot-policy"
@@ -51,7 +51,7 @@ def load_policy(name: str) -> Policy:
         ValueError: there is no such policy, or the export cannot be used: naming file, value and what was expected.
     """
     base, question_mark, parameters = name.partition("?")
-    if base in baselines.BASELINES or not is_export_name(base):
+    if base in (*baselines.BASELINES, *baselines.ORACLE_BOUNDS) or not is_export_name(base):
         return baselines.load_policy(name)
     given = dict(parse_qsl(parameters, keep_blank_values=True))
     if (question_mark and not given) or set(given) - {"mode"}:
@@ -122,15 +122,13 @@ class LearnedPolicy(CompiledPolicy):
         digest: of the export.
 
     Raises:
-        ValueError: the mode is not known, or the fallback is no compiled baseline.
+        ValueError: the mode is not known, or the fallback is no compiled baseline, or an oracle bound.
     """
 
     def __init__(self, name: str, network: Network, fallback: str, mode: str = "greedy", digest: str = ""):
         if mode not in MODES:
             raise ValueError(f"mode = {mode!r}: expected one of {', '.join(MODES)}")
-        other = baselines.load_policy(fallback)
-        if not isinstance(other, CompiledPolicy):
-            raise ValueError(f"fallback = {fallback!r}: expected a compiled baseline, without state of its own")
+        other = require_compiled("fallback", baselines.load_policy(fallback))
         low, high = network.with_margin()
         self._memory = Memory(
             network.sizes,

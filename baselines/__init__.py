@@ -4,7 +4,9 @@ A module's docstring is its reference: the rule in one line, then ``Source:``, `
 ``Notes:``. `policy_rows` reads it for ``fleetpilot list policies`` and for docs/policies.md.
 
 A module with a function ``make`` is a policy with parameters, which a name may set as those of workloads do:
-``llumnix?threshold=10&low=5``.
+``llumnix?threshold=10&low=5``. Its ``RANGES`` say between which values `fleetpilot tune` looks for them.
+
+`BASELINES` are policies; `ORACLE_BOUNDS` know what no dispatcher does, and are simulated only.
 """
 
 if not __name__.startswith("fleetpilot."):
@@ -19,26 +21,41 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from fleetpilot.baselines import (
+    balance_route,
     cache_aware,
+    calibrated,
+    dynamo_kv,
     freeness,
+    hpa_kv,
+    hpa_latency,
+    hpa_queue,
     infaas,
     join_shortest_queue,
     least_conn,
     least_kv_usage,
     length_heuristic,
+    llm_d,
+    llm_d_slo,
     llumnix,
     llumnix_base,
     llumnix_paper,
     lmetric,
+    oracle_final_memory,
+    oracle_least_work,
+    oracle_past_future,
+    past_future,
+    polyserve,
     power_of_two,
+    preble,
     random_choice,
     round_robin,
+    smetric,
     token_jsq,
     vllm_dp,
 )
-from fleetpilot.fleet.policy import Policy
+from fleetpilot.fleet.policy import CompiledPolicy, OracleBound, Policy, Range
 
-_MODULES = {
+_MODULES: dict[str, Any] = {
     module.POLICY.name: module
     for module in (
         random_choice,
@@ -53,51 +70,83 @@ _MODULES = {
         freeness,
         lmetric,
         cache_aware,
+        llm_d,
+        llm_d_slo,
+        dynamo_kv,
+        smetric,
+        preble,
+        balance_route,
+        past_future,
+        polyserve,
+        calibrated,
         infaas,
         llumnix,
         llumnix_base,
         llumnix_paper,
+        hpa_queue,
+        hpa_kv,
+        hpa_latency,
+        oracle_least_work,
+        oracle_final_memory,
+        oracle_past_future,
     )
 }
 
 
-def _shared(policy: Policy) -> Callable[[], Policy]:
-    """A compiled policy has no state, so all its users share one object, compiled once."""
-    return lambda: policy
+def _maker(module: Any) -> Callable[[], Policy]:
+    """A compiled policy has no state, so all its users share one object, compiled once; others get one each."""
+    return (lambda: module.POLICY) if isinstance(module.POLICY, CompiledPolicy) else module.make
 
 
-BASELINES: dict[str, Callable[[], Policy]] = {name: _shared(module.POLICY) for name, module in _MODULES.items()}
+_MAKERS: dict[str, Callable[[], Policy]] = {name: _maker(module) for name, module in _MODULES.items()}
+
+BASELINES = {name: make for name, make in _MAKERS.items() if not isinstance(_MODULES[name].POLICY, OracleBound)}
 """Name -> how to make the policy, with its default parameters."""
+
+ORACLE_BOUNDS = {name: make for name, make in _MAKERS.items() if name not in BASELINES}
+"""The same of bounds."""
 
 
 def load_policy(name: str) -> Policy:
-    """The baseline of this name, with parameters behind a ``?`` if it has any.
+    """The baseline or oracle bound of this name, with parameters behind a ``?`` if it has any.
 
     Raises:
-        ValueError: no baseline has this name, or a parameter is not one of its own or no number.
+        ValueError: none has this name, or a parameter is not one of its own, or not of the kind that it takes.
     """
     base, question_mark, parameters = name.partition("?")
-    if base not in BASELINES:
-        raise ValueError(f"policy {base!r} is not known; expected one of {', '.join(BASELINES)}")
-    return _with_parameters(name, base, parameters) if question_mark else BASELINES[base]()
+    if base not in _MAKERS:
+        raise ValueError(f"policy {base!r} is not known; expected one of {', '.join(_MAKERS)}")
+    if not question_mark:
+        return _MAKERS[base]()
+    make = _shared if isinstance(_MODULES[base].POLICY, CompiledPolicy) else _made
+    return make(name, base, parameters)
 
 
-@cache  # compiled policies have no state: all who give the same name share one object
-def _with_parameters(name: str, base: str, parameters: str) -> Policy:
+@cache
+def _shared(name: str, base: str, parameters: str) -> Policy:
+    return _made(name, base, parameters)
+
+
+def _made(name: str, base: str, parameters: str) -> Policy:
+    values = _parameters(name, base, parameters)
+    policy: Any = _MODULES[base].make(**values)
+    policy.name = name
+    return policy  # type: ignore[no-any-return]
+
+
+def _parameters(name: str, base: str, text: str) -> dict[str, Any]:
     known = policy_parameters(base)
-    values = {}
-    for key, text in parse_qsl(parameters, keep_blank_values=True):
+    values: dict[str, Any] = {}
+    for key, value in parse_qsl(text, keep_blank_values=True):
         if key not in known:
             expected = f"one of {', '.join(known)}" if known else "none"
             raise ValueError(f"policy {name!r}: parameter {key!r} is not known; expected {expected}")
         if key in values:
             raise ValueError(f"policy {name!r}: {key} is given twice; expected it once")
-        values[key] = _number(name, key, text)
+        values[key] = _dispatch(name, key, value) if isinstance(known[key], str) else _number(name, key, value)
     if not values:
         raise ValueError(f"policy {name!r}: expected PARAMETER=VALUE behind the ?")
-    policy: Any = _MODULES[base].make(**values)
-    policy.name = name
-    return policy  # type: ignore[no-any-return]
+    return values
 
 
 def _number(name: str, key: str, text: str) -> float:
@@ -110,10 +159,24 @@ def _number(name: str, key: str, text: str) -> float:
     return value
 
 
-def policy_parameters(name: str) -> dict[str, float]:
-    """What a baseline's name may set, with the defaults; empty for most."""
+def _dispatch(name: str, key: str, text: str) -> CompiledPolicy:
+    policy = load_policy(text) if text in BASELINES else None
+    if not isinstance(policy, CompiledPolicy):
+        known = [each for each in BASELINES if isinstance(_MODULES[each].POLICY, CompiledPolicy)]
+        raise ValueError(f"policy {name!r}: {key} = {text!r}: expected one of {', '.join(known)}")
+    return policy
+
+
+def policy_parameters(name: str) -> dict[str, float | str]:
+    """What a policy's name may set, with the defaults; empty for many. A text is the name of another policy."""
     make = getattr(_MODULES[name], "make", None)
-    return {p.name: p.default for p in inspect.signature(make).parameters.values()} if make else {}
+    defaults = {p.name: p.default for p in inspect.signature(make).parameters.values()} if make else {}
+    return {key: default.name if isinstance(default, CompiledPolicy) else default for key, default in defaults.items()}
+
+
+def policy_ranges(name: str) -> dict[str, Range]:
+    """Between which values a policy's parameters are looked for; those without a range keep their defaults."""
+    return dict(getattr(_MODULES[name], "RANGES", {}))
 
 
 class PolicyRow(NamedTuple):
@@ -124,11 +187,11 @@ class PolicyRow(NamedTuple):
     source: str
     reads: tuple[str, ...]
     notes: str
-    parameters: dict[str, float]
+    parameters: dict[str, float | str]
 
 
 def policy_rows() -> list[PolicyRow]:
-    """The baselines' reference, in the order of `BASELINES`.
+    """The policies' reference, in the order of `BASELINES`, then the bounds'.
 
     `reads` names the fields of the view as ``instance.in_flight``, ``request.prompt_tokens``, ``fleet.decisions``.
     """

@@ -14,12 +14,10 @@ from typing import Any
 
 from fleetpilot.baselines.join_shortest_queue import requests_in_flight
 from fleetpilot.fleet.jit import kernel
-from fleetpilot.fleet.policy import CompiledPolicy, lowest_candidate
+from fleetpilot.fleet.policy import CompiledPolicy, Range, lowest_candidate
 from fleetpilot.fleet.view import NONE
 
-BALANCE_ABS_THRESHOLD = 64.0
-BALANCE_REL_THRESHOLD = 1.5
-CACHE_THRESHOLD = 0.3
+RANGES = {"least": Range(1.0, 128.0, log=True), "ratio": Range(1.0, 3.0), "prefix": Range(0.0, 0.9)}
 
 
 @kernel
@@ -40,19 +38,29 @@ def smallest_index(instance: Any, request: Any, fleet: Any) -> tuple[float, floa
     return instance.indexed_tokens, instance.in_flight
 
 
-def choose(instances: Any, requests: Any, fleets: Any) -> int:
-    """See the module."""
-    shortest = lowest_candidate(requests_in_flight, instances, requests, fleets)
-    if shortest == NONE:
-        return NONE
-    least = instances[shortest].in_flight
-    most = instances[lowest_candidate(busiest, instances, requests, fleets)].in_flight
-    if most - least > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * least:
-        return shortest
-    holder = lowest_candidate(longest_prefix, instances, requests, fleets)
-    if instances[holder].matched_tokens > CACHE_THRESHOLD * requests[0].prompt_tokens:
-        return holder
-    return lowest_candidate(smallest_index, instances, requests, fleets)
+def make(least: float = 64.0, ratio: float = 1.5, prefix: float = 0.3) -> CompiledPolicy:
+    """The policy with other parameters.
+
+    Args:
+        least: requests in flight by which the fullest exceeds the emptiest when they are out of balance.
+        ratio: of their requests in flight, likewise; both have to be exceeded.
+        prefix: share of the prompt that a cached prefix has to exceed.
+    """
+
+    def choose(instances: Any, requests: Any, fleets: Any) -> int:
+        shortest = lowest_candidate(requests_in_flight, instances, requests, fleets)
+        if shortest == NONE:
+            return NONE
+        fewest = instances[shortest].in_flight
+        most = instances[lowest_candidate(busiest, instances, requests, fleets)].in_flight
+        if most - fewest > least and most > ratio * fewest:
+            return shortest
+        holder = lowest_candidate(longest_prefix, instances, requests, fleets)
+        if instances[holder].matched_tokens > prefix * requests[0].prompt_tokens:
+            return holder
+        return lowest_candidate(smallest_index, instances, requests, fleets)
+
+    return CompiledPolicy("cache-aware", choose)
 
 
-POLICY = CompiledPolicy("cache-aware", choose)
+POLICY = make()

@@ -17,7 +17,7 @@ from typing import Any
 
 from fleetpilot.fleet.freeness import available_blocks, blocks_per_request, dispatch_freeness_for, watermark_blocks
 from fleetpilot.fleet.jit import kernel
-from fleetpilot.fleet.policy import CompiledPolicy, lowest_candidate
+from fleetpilot.fleet.policy import CompiledPolicy, Range, lowest_candidate
 from fleetpilot.fleet.view import (
     KIND_DISPATCH,
     KIND_SCALE,
@@ -31,6 +31,8 @@ from fleetpilot.fleet.view import (
 KINDS = (KIND_DISPATCH, KIND_SCALE)
 DEFAULT_LOW = 10.0
 DEFAULT_HIGH = 60.0
+CORRIDOR = {"low": Range(1.0, 40.0, log=True, kind=KIND_SCALE), "high": Range(40.0, 160.0, log=True, kind=KIND_SCALE)}
+RANGES = CORRIDOR
 
 
 @kernel

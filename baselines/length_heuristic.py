@@ -13,18 +13,24 @@ from typing import Any
 
 from fleetpilot.baselines.join_shortest_queue import requests_in_flight
 from fleetpilot.baselines.token_jsq import pending_tokens
-from fleetpilot.fleet.policy import CompiledPolicy, lowest_candidate
+from fleetpilot.fleet.policy import CompiledPolicy, Range, lowest_candidate
+
+RANGES = {"threshold": Range(32.0, 2048.0, log=True)}
 
 
-def with_threshold(long_output_tokens: float) -> CompiledPolicy:
-    """The policy with another threshold on the predicted output, in tokens."""
+def make(threshold: float = 256.0) -> CompiledPolicy:
+    """The policy with another threshold.
+
+    Args:
+        threshold: predicted output in tokens above which a request is long.
+    """
 
     def choose(instances: Any, requests: Any, fleets: Any) -> int:
-        if requests[0].predicted_output_tokens > long_output_tokens:
+        if requests[0].predicted_output_tokens > threshold:
             return lowest_candidate(pending_tokens, instances, requests, fleets)
         return lowest_candidate(requests_in_flight, instances, requests, fleets)
 
     return CompiledPolicy("length-heuristic", choose)
 
 
-POLICY = with_threshold(256.0)
+POLICY = make()

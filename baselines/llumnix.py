@@ -22,6 +22,7 @@ import numpy as np
 
 from fleetpilot.baselines.freeness import dispatch_load
 from fleetpilot.baselines.infaas import (
+    CORRIDOR,
     DEFAULT_HIGH,
     DEFAULT_LOW,
     check_corridor,
@@ -30,7 +31,7 @@ from fleetpilot.baselines.infaas import (
 )
 from fleetpilot.fleet.freeness import migration_freeness
 from fleetpilot.fleet.jit import kernel
-from fleetpilot.fleet.policy import CompiledPolicy, lowest_candidate
+from fleetpilot.fleet.policy import CompiledPolicy, Range, lowest_candidate
 from fleetpilot.fleet.view import (
     KIND_DESTINATION,
     KIND_DISPATCH,
@@ -43,6 +44,7 @@ from fleetpilot.fleet.view import (
 
 KINDS = (KIND_DISPATCH, KIND_SOURCE, KIND_DESTINATION, KIND_SCALE)
 DEFAULT_THRESHOLD = 3.0
+RANGES = {"threshold": Range(1.0, 60.0, log=True, kind=KIND_SOURCE), **CORRIDOR}
 
 
 @kernel

@@ -10,8 +10,10 @@ Notes: No headroom, neither for dispatch nor for migration. An engine's own orde
 from __future__ import annotations
 
 from fleetpilot.baselines.infaas import DEFAULT_HIGH, DEFAULT_LOW, check_corridor
-from fleetpilot.baselines.llumnix import DEFAULT_THRESHOLD, by_artifact
+from fleetpilot.baselines.llumnix import DEFAULT_THRESHOLD, RANGES, by_artifact
 from fleetpilot.fleet.policy import CompiledPolicy
+
+__all__ = ["POLICY", "RANGES", "make"]
 
 
 def make(threshold: float = DEFAULT_THRESHOLD, low: float = DEFAULT_LOW, high: float = DEFAULT_HIGH) -> CompiledPolicy:

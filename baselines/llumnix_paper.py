@@ -17,11 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from fleetpilot.baselines.infaas import DEFAULT_HIGH, DEFAULT_LOW, check_corridor, count_of, first_candidate_of
+from fleetpilot.baselines.infaas import (
+    CORRIDOR,
+    DEFAULT_HIGH,
+    DEFAULT_LOW,
+    check_corridor,
+    count_of,
+    first_candidate_of,
+)
 from fleetpilot.baselines.llumnix import KINDS
 from fleetpilot.fleet.freeness import virtual_freeness
 from fleetpilot.fleet.jit import kernel
-from fleetpilot.fleet.policy import CompiledPolicy, lowest_candidate
+from fleetpilot.fleet.policy import CompiledPolicy, Range, lowest_candidate
 from fleetpilot.fleet.view import (
     KIND_DESTINATION,
     KIND_SCALE,
@@ -32,6 +39,12 @@ from fleetpilot.fleet.view import (
     STATE_READY,
     STATE_STARTING,
 )
+
+RANGES = {
+    "below": Range(1.0, 10.0, log=True, kind=KIND_SOURCE),
+    "above": Range(10.0, 60.0, log=True, kind=KIND_SOURCE),
+    **CORRIDOR,
+}
 
 
 @kernel

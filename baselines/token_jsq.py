@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from fleetpilot.fleet.jit import kernel
+from fleetpilot.fleet.latency import remaining_tokens
 from fleetpilot.fleet.policy import CompiledPolicy, lowest_candidate
 
 
 @kernel
 def pending_tokens(instance: Any, request: Any, fleet: Any) -> float:
     """Prompt tokens to prefill and predicted tokens to decode."""
-    remaining_tokens = max(0.0, instance.predicted_output_tokens - instance.streamed_tokens)
-    return float(instance.unstarted_prompt_tokens + remaining_tokens)
+    return float(instance.unstarted_prompt_tokens) + remaining_tokens(instance)
 
 
 def choose(instances: Any, requests: Any, fleets: Any) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.cluster import conservation, kernel, loading
-from fleetpilot.cluster.config import FleetConfig
+from fleetpilot.cluster.config import FleetConfig, Telemetry
 from fleetpilot.cluster.lifecycle import prepare
 from fleetpilot.cluster.memory import handle
 from fleetpilot.cluster.state import (
@@ -35,7 +35,7 @@ from fleetpilot.cluster.state import (
     grown,
 )
 from fleetpilot.fleet.jit import UNCOMPILED
-from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of
+from fleetpilot.fleet.policy import CompiledPolicy, OracleBound, Policy, kinds_of
 from fleetpilot.fleet.view import FleetView
 from fleetpilot.workloads.table import RequestTable
 
@@ -127,6 +127,8 @@ def simulate(
     Raises:
         ValueError: if a request cannot be served by some instance, or a parameter is out of range.
     """
+    if isinstance(policy, OracleBound):
+        table, fleet = _true_lengths(table), _exact_loads(fleet)
     run = _Run(fleet, policy, seed, sample_interval_s, stop_s, leap, check)
     loading.check_fits(table, fleet)
     run.allocate(table)
@@ -163,6 +165,8 @@ def simulate_stream(
     Returns:
         The run, with no requests in it.
     """
+    if isinstance(policy, OracleBound):
+        parts, fleet = map(_true_lengths, parts), _exact_loads(fleet)
     run = _Run(fleet, policy, seed, sample_interval_s, None, True)
     source = iter(parts)
     first = next(source, None)
@@ -173,6 +177,16 @@ def simulate_stream(
     for ended in run.parts(source, progress):
         on_ended(ended.copy())
     return run.result(np.empty(0, REQUEST_LOG), first.name)
+
+
+def _true_lengths(table: RequestTable) -> RequestTable:
+    """What an oracle bound sees instead: every prediction is the answer's true length."""
+    return table.replace(predicted_output_tokens=table.output_tokens.astype(np.float32))
+
+
+def _exact_loads(fleet: FleetConfig) -> FleetConfig:
+    """The fleet as an oracle bound sees it: engines report what they hold, exactly and at once."""
+    return replace(fleet, telemetry=Telemetry(fleet.telemetry.poll_interval_s, engine_reported=True))
 
 
 class _Run:

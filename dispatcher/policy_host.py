@@ -7,7 +7,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of
+from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of, refuse_oracle
 from fleetpilot.fleet.view import NONE, FleetView
 
 
@@ -20,11 +20,16 @@ class PolicyHost:
         deadline_s: for a decision. A compiled policy is not interrupted: its decisions take microseconds.
         seed: of the policies.
 
+    Raises:
+        ValueError: one of them is an oracle bound.
+
     Attributes:
         fallbacks: reason -> how often the fallback decided.
     """
 
     def __init__(self, policy: Policy, fallback: CompiledPolicy, deadline_s: float = 0.05, seed: int = 0):
+        refuse_oracle("policy", policy)
+        refuse_oracle("fallback", fallback)
         self.policy = policy
         self.kinds = kinds_of(policy)
         self.fallback = fallback

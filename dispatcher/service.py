@@ -25,7 +25,7 @@ from fleetpilot.dispatcher.policy_host import PolicyHost
 from fleetpilot.dispatcher.prompts import Prompts
 from fleetpilot.dispatcher.relay import Relay
 from fleetpilot.dispatcher.requests import CHAT, COMPLETIONS, ApiRequest, BadRequest, parse_request
-from fleetpilot.fleet.policy import CompiledPolicy, Policy
+from fleetpilot.fleet.policy import Policy, require_compiled
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.slo import CHAT as CHAT_SLO
 from fleetpilot.fleet.view import KIND_SOURCE, NONE
@@ -65,9 +65,7 @@ class Dispatcher:
         if not (config.engines or config.engines_file):
             raise ValueError("engines: got none, expected at least one URL, or engines_file, or emulate")
         self.config = config
-        fallback = load_policy(config.fallback)
-        if not isinstance(fallback, CompiledPolicy):
-            raise ValueError(f"fallback = {config.fallback!r}: expected a compiled baseline")
+        fallback = require_compiled("fallback", load_policy(config.fallback))
         host = PolicyHost(policy or load_policy(config.policy), fallback, config.decision_deadline_s, config.seed)
         self.fleet = Fleet(load_profile(config.profile), host, CHAT_SLO, config.seed)
         self.at: list[dict[str, Relay]] = []

@@ -27,7 +27,7 @@ from fleetpilot.envs.scenarios import load_scenario
 from fleetpilot.envs.threads import Stepper
 from fleetpilot.fleet.features import KINDS, Feature, feature_arrays, feature_scratch, features, features_for
 from fleetpilot.fleet.jit import UNCOMPILED
-from fleetpilot.fleet.policy import CompiledPolicy
+from fleetpilot.fleet.policy import CompiledPolicy, require_compiled
 from fleetpilot.fleet.view import KIND_DESTINATION, KIND_DISPATCH, KIND_SCALE, KIND_SOURCE, FleetView
 
 Observations = dict[str, NDArray[np.float32]]
@@ -79,18 +79,6 @@ def _kinds(names: object) -> tuple[int, ...]:
     if not names or any(name not in known for name in names):
         raise ValueError(f"kinds = {names!r}: expected {expected}")
     return tuple(kind for kind in _DECIDED if KINDS[kind] in names)
-
-
-def _baseline(argument: str, name: str) -> CompiledPolicy:
-    """A policy that can be called from the kernel: a baseline, or an export.
-
-    Raises:
-        ValueError: it is not known, or has state.
-    """
-    policy = load_policy(name)
-    if not isinstance(policy, CompiledPolicy):
-        raise ValueError(f"{argument} = {name!r}: expected a compiled policy, without state of its own")
-    return policy
 
 
 def _deciders(kinds: tuple[int, ...], others: CompiledPolicy | None) -> set[int]:
@@ -170,7 +158,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
             max_episode_steps = checked_count("max_episode_steps", max_episode_steps, _MOST_STEPS)
         checked_type("others", others, (str, type(None)), "the name of a baseline, or None")
         self._kinds = _kinds(kinds)
-        other_policy = None if others is None else _baseline("others", others)
+        other_policy = None if others is None else require_compiled("others", load_policy(others))
         self._answered = _deciders(self._kinds, other_policy)
         checked_type("scenario", scenario, (str, Scenario), "the name of a scenario, or a Scenario")
         if autoreset_mode not in [*AutoresetMode, *(mode.value for mode in AutoresetMode)]:
@@ -194,7 +182,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._shape = num_envs, instances
         self._limits = self.scenario.limits(instances)
-        warm_up = _baseline("warm_up", self.scenario.warm_up)
+        warm_up = require_compiled("warm_up", load_policy(self.scenario.warm_up))
         self._policies = warm_up, other_policy or warm_up  # they must live
         self._deciders: tuple[int, Any] = _bits(self._kinds), self._policies[1].address
         self._warm_up: tuple[Any, int] = warm_up.address, _bits(warm_up.kinds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numba
 import numpy as np
@@ -39,6 +39,24 @@ class Policy(Protocol):
 def kinds_of(policy: Policy) -> tuple[int, ...]:
     """The kinds of decision that a policy answers: `fleetpilot.fleet.view.KIND_DISPATCH`, ..."""
     return getattr(policy, "kinds", (KIND_DISPATCH,))
+
+
+class Range(NamedTuple):
+    """Between which values a parameter of a policy is looked for.
+
+    Attributes:
+        low: least value.
+        high: largest value.
+        log: whether it is the factor that counts between two values, not the difference.
+        whole: whether only whole numbers count.
+        kind: of decision that the parameter is about.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    whole: bool = False
+    kind: int = KIND_DISPATCH
 
 
 Choose = Callable[[Any, Any, Any], int]
@@ -94,6 +112,36 @@ class CompiledPolicy:
 
     def __repr__(self) -> str:
         return f"CompiledPolicy({self.name!r})"
+
+
+class OracleBound(CompiledPolicy):
+    """What no dispatcher could do: a bound, not a policy.
+
+    The simulator tells it true lengths in place of predictions, and what engines hold with no delay
+    (`fleetpilot.cluster.simulate`). A dispatcher and the environments refuse it.
+    """
+
+
+def refuse_oracle(argument: str, policy: Policy) -> None:
+    """Where nothing can tell it the truth.
+
+    Raises:
+        ValueError: the policy is an `OracleBound`.
+    """
+    if isinstance(policy, OracleBound):
+        raise ValueError(f"{argument} = {policy.name!r}: expected a policy; this bound knows the answers' true lengths")
+
+
+def require_compiled(argument: str, policy: Policy) -> CompiledPolicy:
+    """The policy, where one is called with nothing known of earlier calls.
+
+    Raises:
+        ValueError: it has a state of its own, or is an `OracleBound`.
+    """
+    refuse_oracle(argument, policy)
+    if not isinstance(policy, CompiledPolicy):
+        raise ValueError(f"{argument} = {policy.name!r}: expected a compiled policy, without state of its own")
+    return policy
 
 
 def _check_choose(choose: object) -> None:

@@ -425,7 +425,7 @@ def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     from fleetpilot.evaluation import demo
 
     def one_segment(scenarios: list[Scenario], policies: list[str], *arguments: Any, **options: Any) -> Any:
-        assert policies == [name for name in BASELINES if not name.startswith(("infaas", "llumnix"))]
+        assert policies == [name for name in BASELINES if not name.startswith(("infaas", "llumnix", "hpa"))]
         short = [Scenario(s.name, s.segments[:1], s.fleet) for s in scenarios]
         return evaluate(short, policies[:3], *arguments, **options, workers=1)
 

@@ -11,8 +11,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from fleetpilot.baselines import load_policy
 from fleetpilot.cluster.config import Rebalancing, Scaling
 from fleetpilot.envs import ENVIRONMENTS, RewardWeights, load_scenario
+from fleetpilot.fleet.policy import require_compiled
 
 Changes = Mapping[str, Any]
 """Of a scenario: numbers or ranges of its parameters, and tables ``reward``, ``rebalancing`` and ``scaling``."""
@@ -149,6 +151,9 @@ class TrainConfig:
             load_scenario(name)
         for owner in (self, self.ppo, self.validation, *([self.imitation] if self.imitation else [])):
             _check_numbers(owner)
+        require_compiled("fallback", load_policy(self.fallback))
+        for name in self.imitation.policies if self.imitation else ():
+            require_compiled("imitation.policies", load_policy(name))
         shares = [stage.share for stage in self.stages]
         if not shares or min(shares) <= 0 or abs(sum(shares) - 1.0) > 1e-6:
             raise ValueError(f"stages: shares are {shares}; expected numbers > 0 whose sum is 1")

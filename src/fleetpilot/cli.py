@@ -538,11 +538,11 @@ def _mixed(arguments: argparse.Namespace) -> tuple[HardwareProfile, ...]:
 
 def _policy(name: str) -> str:
     from fleetpilot.agents import is_export_name, load_policy
-    from fleetpilot.baselines import BASELINES
+    from fleetpilot.baselines import BASELINES, ORACLE_BOUNDS
 
     base = name.partition("?")[0]
     if not is_export_name(base):
-        _known("policy", base, BASELINES)
+        _known("policy", base, [*BASELINES, *ORACLE_BOUNDS])
     load_policy(name)
     return name
 
@@ -613,7 +613,7 @@ def _add_evaluate(commands: Any) -> None:
         metavar="NAME,...",
         type=_names("round-robin,lmetric"),
         default=["all"],
-        help="policies, or all (the default)",
+        help="policies, or all (the default), which leaves out the oracle bounds",
     )
     parser.add_argument(
         "--baseline", metavar="NAME", help="policy that the others are compared with (default the first)"

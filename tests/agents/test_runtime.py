@@ -231,6 +231,7 @@ BAD = {
     "another size": (change(hidden=64), "weights; expected"),
     "no mode": (change(mode="best"), "mode = 'best': expected one of greedy, sample"),
     "unknown fallback": (change(fallback="best"), "policy 'best' is not known"),
+    "a bound as fallback": (change(fallback="oracle-least-work"), "fallback = 'oracle-least-work': expected a policy"),
     "files are missing": (change(files={}), r"files = \[\]: expected policy\.onnx"),
     "other weights": (other_weights, "logits are off the golden ones"),
 }

@@ -99,6 +99,23 @@ def test_every_policy_decides(name: str, view: FleetView) -> None:
         "lmetric": 1,
         # 256 of 640 tokens is more than 0.3
         "cache-aware": 2,
+        # prefix 0, 0, 8 of 20 blocks; queue 0, 1, 1; kv 0.38, 0.75, 0.125: 2 x 0.4 + 1 + 0.125 is the most
+        "llm-d": 2,
+        # in 32nds: 3400 + 640 + 32 x 4 x 27 + 5400, 640 + 1950, 600 + 384 + 32 x 2 x 10 + 350
+        "dynamo-kv": 2,
+        # without constants of a profile all are done at once: fewest in flight
+        "smetric": 1,
+        # 8800, 1950, 950 tokens
+        "balance-route": 2,
+        # the first has no room; in flight 3, 3
+        "past-future": 1,
+        # 20 blocks fit in 98 - 108, 192, 32 - 20
+        "polyserve": 1,
+        # 4, 0, 2 wait
+        "calibrated": 1,
+        "hpa-queue": 1,
+        "hpa-kv": 1,
+        "hpa-latency": 1,
     }
     (choice,) = load_policy(name).decide(view).choice
     assert choice in ([expected[name]] if name in expected else [0, 1, 2])

@@ -7,27 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from views import one_fleet
+from views import choice, drawn, one_fleet
 
-from fleetpilot.baselines import length_heuristic, load_policy
-from fleetpilot.fleet.policy import CompiledPolicy, random_unit
-from fleetpilot.fleet.view import FleetView, empty_view
-
-
-def choice(policy: str | CompiledPolicy, view: FleetView) -> int:
-    (slot,) = (load_policy(policy) if isinstance(policy, str) else policy).decide(view).choice
-    return int(slot)
-
-
-def drawn(view: FleetView, decisions: int) -> FleetView:
-    """The one-row view repeated, each row with random bits of its own."""
-    repeated = FleetView(
-        np.repeat(view.instances, decisions, axis=0),
-        np.repeat(view.request, decisions),
-        np.repeat(view.fleet, decisions),
-    )
-    repeated.fleet["random_key"] = np.random.default_rng(1).integers(2**64, size=decisions, dtype=np.uint64)
-    return repeated
+from fleetpilot.baselines import load_policy
+from fleetpilot.fleet.policy import random_unit
+from fleetpilot.fleet.view import empty_view
 
 
 def test_random_draws_the_candidates_evenly() -> None:
@@ -113,7 +97,7 @@ def test_length_heuristic_sends_long_requests_by_tokens_and_others_by_queue() ->
     loads = {"in_flight": [1, 4], "unstarted_prompt_tokens": [5000, 40]}
     assert choice("length-heuristic", one_fleet(2, {"predicted_output_tokens": 256.0}, **loads)) == 0
     assert choice("length-heuristic", one_fleet(2, {"predicted_output_tokens": 256.5}, **loads)) == 1
-    raised = length_heuristic.with_threshold(1000.0)
+    raised = load_policy("length-heuristic?threshold=1000")
     assert choice(raised, one_fleet(2, {"predicted_output_tokens": 256.5}, **loads)) == 0
 
 

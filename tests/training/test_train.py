@@ -187,6 +187,15 @@ def test_training_ends_early_when_it_gets_no_better(tmp_path: Path) -> None:
             "environment = 'fleetpilot/Dispatch-v0'\ndecisions = 1\n[scenarios.steady]\n[[stages]]\nshare = 0.5",
             "stages: shares are",
         ),
+        (
+            "environment = 'fleetpilot/Dispatch-v0'\ndecisions = 1\nfallback = 'preble'\n[scenarios.steady]",
+            "fallback = 'preble': expected a compiled policy",
+        ),
+        (
+            "environment = 'fleetpilot/Dispatch-v0'\ndecisions = 1\n[scenarios.steady]\n[imitation]\n"
+            "policies = ['oracle-least-work']\ndecisions = 1",
+            "imitation.policies = 'oracle-least-work': expected a policy; this bound knows",
+        ),
         ("decisions = ", "not TOML"),
     ],
 )
