@@ -45,6 +45,23 @@ def cut(table: RequestTable, segments: int) -> tuple[RequestTable, ...]:
     )
 
 
+WINDOWS = ("all", "development", "test")
+
+
+def windows_of(segments: tuple[RequestTable, ...], part: str) -> tuple[RequestTable, ...]:
+    """The segments for development, every other one from the first on, those for tests, the rest, or all.
+
+    What is chosen by some windows is scored on others; neighbours, so that both see the whole trace.
+
+    Raises:
+        ValueError: the part has no segment.
+    """
+    kept = {"all": segments, "development": segments[::2], "test": segments[1::2]}[part]
+    if not kept:
+        raise ValueError(f"windows for {part}: none of {len(segments)}; expected at least 2 segments")
+    return kept
+
+
 def _require_requests(table: RequestTable) -> None:
     if not len(table):
         raise ValueError(f"{table.name}: no requests; expected at least one")

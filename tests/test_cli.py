@@ -118,6 +118,13 @@ BAD = {
     f"evaluate --workload {SMALL} --segments 9999": "has no request; expected fewer segments",
     f"evaluate --workload {SMALL} --segments 0": "'0': expected a whole number from 1",
     f"evaluate --workload {SMALL} --load 0.8,x": "'x': expected one number > 0",
+    f"evaluate --workload {SMALL} --family chat": "--family chat: expected with --tuned",
+    f"evaluate --workload {SMALL} --tuned nowhere.json": "nowhere.json: No such file",
+    f"evaluate --workload {SMALL} --segments 1 --windows test": "windows for test: none of 1; expected at least 2",
+    f"tune --workload {SMALL} --policies llumnix?low=3": "expected a name without parameters",
+    f"tune --workload {SMALL} --policies nobody": "policy 'nobody' is not known",
+    f"tune --workload {SMALL} --trials 0": "'0': expected a whole number from 1",
+    "tune": "--workload: expected a trace file",
     "evaluate --experiment lumnix": "experiment 'lumnix' is not known.*known: llumnix-motivation",
     "trace": "the following arguments are required: ACTION",
     "trace inspect missing.csv": "missing.csv: no such file",
@@ -268,12 +275,12 @@ def test_impossible_numbers_are_bad_input(option: tuple[str, str], data: st.Data
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
     assert re.fullmatch(r"fleetpilot \d+\.\d+\.\d+\n", capsys.readouterr().out)
-    for command in ([], ["simulate"], ["evaluate"], ["demo"], ["list"], ["trace"], ["trace", "convert"]):
+    for command in ([], ["simulate"], ["evaluate"], ["tune"], ["demo"], ["list"], ["trace"], ["trace", "convert"]):
         assert run(*command, "--help") == 0
         assert capsys.readouterr().out.startswith("usage: fleetpilot")
 
 
-HELP = [["simulate"], ["evaluate"], ["trace"], ["emulate"], ["train"], ["export"], ["explain"]]
+HELP = [["simulate"], ["evaluate"], ["tune"], ["trace"], ["emulate"], ["train"], ["export"], ["explain"]]
 
 
 @pytest.mark.parametrize("command", HELP)
@@ -392,6 +399,21 @@ def test_evaluate_a_real_trace(traces: Path, tmp_path: Path, capsys: pytest.Capt
 
     assert run(*command, "-o", str(out)) == 0, "the same again only makes the report"
     assert "differences to round-robin" in capsys.readouterr().out
+
+
+def test_parameters_are_tuned_on_some_windows_and_scored_on_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--policies", "cache-aware,lmetric", "--workload", SMALL, "--segments", "2", "--instances", "2"]
+    assert run("tune", *common, "--trials", "3", "--workers", "1", "-o", str(tmp_path)) == 0
+    assert "parameters chosen on the development windows" in capsys.readouterr().out
+    tuned = tmp_path / "tuned.json"
+    chosen = json.loads(tuned.read_text())["families"]["default"]["cache-aware"]["chosen"]
+    command = ["evaluate", *common, "--tuned", str(tuned), "--windows", "test", "--baseline", "cache-aware"]
+    assert run(*command, "--seeds", "1", "--workers", "1", "-o", str(tmp_path / "runs")) == 0
+    runs = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "runs").glob("*.json")]
+    assert sorted(each["config"]["policy"] for each in runs) == sorted([chosen, "lmetric"])
+    assert {each["workload"][-6:] for each in runs} == {" [2/2]"}
 
 
 def test_the_motivation_of_llumnix_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

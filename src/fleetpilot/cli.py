@@ -35,12 +35,14 @@ DEFAULT_PROFILE = "a10-llama-7b"
 DEFAULT_INSTANCES = 4
 DEFAULT_ENGINE_PROFILE = "l40s-llama-3.1-8b"
 DEFAULT_PORT = 8100
+DEFAULT_FAMILY = "default"
 
 MAX_INSTANCES = 4096
 MAX_ENGINES = 256
 MAX_WINDOWS = 1000
 MAX_SEGMENTS = 10_000
 MAX_SEEDS = 1000
+MAX_TRIALS = 10_000
 MAX_WORKERS = 1024
 MAX_LOAD = 100.0
 MAX_POLL_S = 1e6
@@ -51,6 +53,7 @@ MAX_POLLS_IN_FLIGHT = 10_000
 EXTRAS = {
     "serve": {"uvloop", "httptools", "orjson", "prometheus_client"},
     "ray": {"ray"},
+    "tune": {"optuna"},
     "train": {"torch", "stable_baselines3", "sb3_contrib", "tensorboard", "onnxscript", "onnx", "onnxruntime", "PIL"},
 }
 """Modules that come with an extra; all others that may be missing come with `eval`."""
@@ -65,6 +68,7 @@ EXAMPLES = """examples:
   fleetpilot simulate --policy freeness --workload trace.csv --load 0.9 --json
   fleetpilot evaluate --policies all --workload trace.csv --load 0.8,0.95 --segments 10 -o runs/mine
   fleetpilot evaluate --experiment llumnix-motivation
+  fleetpilot tune --family chat --policies calibrated,llm-d --workload trace.csv --load 0.9
   fleetpilot trace inspect trace.csv
   fleetpilot train --config quick
   fleetpilot evaluate --policies runs/train/ppo/Dispatch-v0_1/export,join-shortest-queue --workload trace.csv
@@ -182,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_list(commands)
     _add_simulate(commands)
     _add_evaluate(commands)
+    _add_tune(commands)
     _add_plan(commands)
     _add_trace(commands)
     add_learning(_command, commands)
@@ -624,12 +629,16 @@ def _add_evaluate(commands: Any) -> None:
         help="run a paper's experiment, or one of ours, instead (fleetpilot list experiments)",
     )
     _add_workload_options(parser, several=True)
+    _add_segments_option(parser)
     parser.add_argument(
-        "--segments",
-        metavar="K",
-        type=_whole(1, MAX_SEGMENTS),
-        default=10,
-        help="cut each workload into K windows (default 10)",
+        "--windows",
+        choices=("all", "development", "test"),
+        default="all",
+        help="of each workload: all (the default), or what tune leaves out or takes",
+    )
+    parser.add_argument("--tuned", metavar="FILE", type=Path, help="take the parameters that tune wrote")
+    parser.add_argument(
+        "--family", metavar="NAME", help=f"of the parameters in the file of --tuned (default {DEFAULT_FAMILY})"
     )
     _add_fleet_options(parser)
     parser.add_argument(
@@ -647,18 +656,34 @@ def _add_evaluate(commands: Any) -> None:
     )
 
 
+def _add_segments_option(parser: Any) -> None:
+    parser.add_argument(
+        "--segments",
+        metavar="K",
+        type=_whole(1, MAX_SEGMENTS),
+        default=10,
+        help="cut each workload into K windows (default 10)",
+    )
+
+
 def _evaluate(arguments: argparse.Namespace) -> int:
     from fleetpilot.evaluation import Interrupted, evaluate, write_report
+    from fleetpilot.evaluation.tuned import tuned_names
 
     out = arguments.out or Path("runs") / (arguments.experiment or "evaluation")
     try:
         if arguments.experiment is not None:
             return _experiment(arguments, out)
-        policies = _policies(arguments.policies)
-        if arguments.baseline is not None and arguments.baseline not in policies:
-            raise ValueError(f"--baseline {arguments.baseline!r}: expected one of the policies: {', '.join(policies)}")
+        policies, baseline = _policies(arguments.policies), arguments.baseline
+        if baseline is not None and baseline not in policies:
+            raise ValueError(f"--baseline {baseline!r}: expected one of the policies: {', '.join(policies)}")
+        _expect_with(arguments, "tuned", "family")
+        if arguments.tuned is not None:
+            names = tuned_names(arguments.tuned, arguments.family or DEFAULT_FAMILY, policies)
+            tuned = dict(zip(policies, names, strict=True))
+            policies, baseline = list(tuned.values()), tuned.get(baseline)
         scenarios = [
-            _scenario(arguments, workload, load)
+            _scenario(arguments, workload, load, arguments.windows)
             for workload in arguments.workload or [None]
             for load in arguments.load or [None]
         ]
@@ -670,7 +695,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             workers=arguments.workers,
             backend=arguments.backend,
         )
-        return _report(write_report(runs, out, baseline=arguments.baseline))
+        return _report(write_report(runs, out, baseline=baseline))
     except Interrupted as interrupted:
         return _say(f"{interrupted} in {out}; the same command goes on from there", INTERRUPTED)
 
@@ -683,15 +708,16 @@ def _policies(names: list[str]) -> list[str]:
     return list(BASELINES) if names == ["all"] else [_policy(name) for name in names]
 
 
-def _scenario(arguments: argparse.Namespace, workload: str | None, load: float | None) -> Scenario:
+def _scenario(arguments: argparse.Namespace, workload: str | None, load: float | None, windows: str) -> Scenario:
     from fleetpilot.evaluation import Scenario, cut
+    from fleetpilot.evaluation.segments import windows_of
 
     table, fleet = _served(arguments, workload, load)
     kinds = Counter(profile.name for profile in fleet.profiles)
     name = f"{table.name} on {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}"
     return Scenario(
         name if load is None else f"{name} at load {load:g}",
-        cut(table, arguments.segments),
+        windows_of(cut(table, arguments.segments), windows),
         fleet,
         warmup_share=arguments.warmup_share,
         family=f"{table.name} on {', '.join(kinds)}",  # --load may size the fleet
@@ -725,6 +751,85 @@ def _experiment(arguments: argparse.Namespace, out: Path) -> int:
     stderr_line("")
     print("\n".join(map(plain, tables)))
     print(out / "report.md")
+    return 0
+
+
+# --- tune --------------------------------------------------------------------------------------------------------
+
+
+def _add_tune(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "tune",
+        _tune,
+        "look for the parameters of policies on development windows, with the same budget for each",
+        "Each workload is cut into windows, every other one for development: evaluate --windows test scores the rest.\n"
+        "Trials that are in the folder already are not made again: after Ctrl-C the same command goes on.\n\n"
+        "examples:\n"
+        "  fleetpilot tune --family chat --policies calibrated,llm-d --workload trace.csv --load 0.8,0.95\n"
+        "  fleetpilot evaluate --tuned runs/tuning/tuned.json --family chat --windows test --workload trace.csv\n",
+    )
+    parser.add_argument(
+        "--family",
+        metavar="NAME",
+        default=DEFAULT_FAMILY,
+        help=f"name of the scenarios, which get parameters in common (default {DEFAULT_FAMILY})",
+    )
+    parser.add_argument(
+        "--policies",
+        metavar="NAME,...",
+        type=_names("calibrated,llm-d"),
+        default=["all"],
+        help="policies, or all (the default) that have parameters to look for",
+    )
+    _add_workload_options(parser, several=True)
+    _add_segments_option(parser)
+    _add_fleet_options(parser)
+    parser.add_argument(
+        "--trials", metavar="N", type=_whole(1, MAX_TRIALS), default=30, help="of each policy, at most (default 30)"
+    )
+    parser.add_argument("--seed", metavar="N", type=_whole(0, 2**31 - 1), default=0, help="of the search (default 0)")
+    parser.add_argument(
+        "--seeds", metavar="N", type=_whole(1, MAX_SEEDS), default=1, help="number of tie-break seeds (default 1)"
+    )
+    parser.add_argument("--workers", metavar="N", type=_whole(1, MAX_WORKERS), help="processes (default: all cores)")
+    parser.add_argument("--backend", choices=("local", "ray"), default="local", help="where runs are made")
+    parser.add_argument(
+        "-o", "--out", metavar="FOLDER", type=Path, default=Path("runs/tuning"), help="folder (default runs/tuning)"
+    )
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from fleetpilot.baselines import BASELINES, policy_ranges
+    from fleetpilot.evaluation.runner import stderr_line
+    from fleetpilot.evaluation.tables import plain
+    from fleetpilot.evaluation.tuning import tune, tuned_table
+
+    policies = _policies(arguments.policies)
+    if arguments.policies == ["all"]:
+        policies = [name for name in BASELINES if policy_ranges(name)]
+    scenarios = [
+        _scenario(arguments, workload, load, "development")
+        for workload in arguments.workload or [None]
+        for load in arguments.load or [None]
+    ]
+    try:
+        found = tune(
+            scenarios,
+            policies,
+            arguments.out,
+            family=arguments.family,
+            trials=arguments.trials,
+            seeds=range(arguments.seeds),
+            seed=arguments.seed,
+            workers=arguments.workers,
+            backend=arguments.backend,
+        )
+    except KeyboardInterrupt:
+        return _say(f"interrupted; trials are kept in {arguments.out}, the same command goes on", INTERRUPTED)
+    stderr_line("")
+    print(plain(tuned_table(arguments.family, found)))
+    print(arguments.out / "tuned.json")
     return 0
 
 
