@@ -23,24 +23,22 @@ class EngineError(Exception):
 class StopStrings:
     """Finds stop strings in an answer as vLLM does, and holds back what may become one.
 
-    vLLM's rules (vllm/v1/engine/detokenizer.py): text is searched from `min_tokens` on; of several matches the one that
-    ends first counts; the longest string's length less one is held back, nothing if stop strings are to be sent.
+    vLLM's rules (vllm/v1/engine/detokenizer.py): of several matches the one that ends first counts; the longest
+    string's length less one is held back, nothing if stop strings are to be sent.
     """
 
-    def __init__(self, stops: list[str], min_tokens: int, include: bool):
+    def __init__(self, stops: list[str], include: bool):
         self._stops = stops
-        self._min_tokens = min_tokens
         self._include = include
         self._held = max(map(len, stops)) - 1 if stops and not include else 0
         self._text = ""
         self._sent = 0
 
-    def feed(self, text: str, tokens: int, *, last: bool) -> tuple[str, str | None]:
+    def feed(self, text: str, *, last: bool) -> tuple[str, str | None]:
         """More of the answer.
 
         Args:
             text: what is new.
-            tokens: of the answer by now.
             last: it ends here.
 
         Returns:
@@ -49,7 +47,7 @@ class StopStrings:
         if not self._stops:
             return text, None
         self._text += text
-        stop = self._match(len(text)) if tokens > self._min_tokens else None
+        stop = self._match(len(text))
         end = len(self._text)
         if not (last or stop):
             end = max(self._sent, end - self._held)
@@ -102,11 +100,7 @@ class Answer:
         self._usage = bool(options.get("include_usage"))
         self._usage_sent = False
         self._usage_details: dict[str, Any] = {}  # fields of a chat's usage that a completion's has not
-        self._stops = StopStrings(
-            request.stops,
-            int(request.fields.get("min_tokens") or 0),
-            bool(request.fields.get("include_stop_str_in_output")),
-        )
+        self._stops = StopStrings(request.stops, bool(request.fields.get("include_stop_str_in_output")))
         self._head: dict[str, Any] = {}  # id, object, created and model of the client's stream
         self._whole_tokens = 0  # tokens whose text is complete
         self._tokens_length = 0  # characters of the tokens that log-probabilities were sent for
@@ -204,7 +198,7 @@ class Answer:
             _hide(choice, "prompt_token_ids")
             _hide(choice, "token_ids")
         self.reached_end = choice["finish_reason"] is not None
-        sent, stop = self._stops.feed(text or "", len(self.output_ids), last=self.reached_end)
+        sent, stop = self._stops.feed(text or "", last=self.reached_end)
         if text is not None and sent != text:
             _set_text(choice, sent)
         if stop is not None:

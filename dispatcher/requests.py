@@ -146,6 +146,8 @@ def why_not_movable(route: str, fields: Mapping[str, Any]) -> str:
             return name
     if fields.get("seed") is not None and fields.get("temperature") != 0:
         return "seed"
+    if fields.get("stop") and fields.get("min_tokens"):  # which of a chunk's text comes before the minimum is not said
+        return "min_tokens"
     prompt = fields.get("prompt", "")
     if isinstance(prompt, list) and not (prompt and all(isinstance(token, int) for token in prompt)):
         return "prompt"

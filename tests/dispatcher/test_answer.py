@@ -153,7 +153,7 @@ def test_offsets_of_logprobs_count_from_the_answers_start(seams: list[int]) -> N
     assert moved(request, seams, logprobs=True) == direct
 
 
-def as_vllm(stops: list[str], pieces: list[str], min_tokens: int, include: bool) -> tuple[list[str], str | None]:
+def as_vllm(stops: list[str], pieces: list[str], include: bool) -> tuple[list[str], str | None]:
     """vLLM's rules, written plainly: what is sent after each token, and the stop string."""
     held = 0 if include else max(map(len, stops)) - 1
     text, sent, out = "", 0, []
@@ -161,7 +161,7 @@ def as_vllm(stops: list[str], pieces: list[str], min_tokens: int, include: bool)
         before = len(text)
         text += piece
         ends = {}
-        for stop in stops if number + 1 > min_tokens and piece else []:
+        for stop in stops if piece else []:
             at = text.find(stop, max(0, before + 1 - len(stop)))
             if at >= 0:
                 ends.setdefault(at + len(stop), (stop, at))
@@ -181,15 +181,24 @@ def test_stop_strings_are_found_as_vllm_finds_them(seed: int) -> None:
     draw = random.Random(seed)
     pieces = ["".join(draw.choice("ab") for _ in range(draw.randint(0, 3))) for _ in range(12)]
     stops = ["".join(draw.choice("ab") for _ in range(draw.randint(1, 6))) for _ in range(draw.randint(1, 3))]
-    min_tokens, include = draw.choice([0, 0, 5]), draw.random() < 0.3
-    expected, expected_stop = as_vllm(stops, pieces, min_tokens, include)
-    finder, out, stop = StopStrings(stops, min_tokens, include), [], None
+    include = draw.random() < 0.3
+    expected, expected_stop = as_vllm(stops, pieces, include)
+    out, stop = found(stops, pieces, include)
+    assert (out, stop) == (expected, expected_stop)
+    joined = ["".join(pieces[begin : begin + 3]) for begin in range(0, len(pieces), 3)]  # as a busy engine sends them
+    out, stop = found(stops, joined, include)
+    assert ("".join(out), stop) == ("".join(expected), expected_stop)
+
+
+def found(stops: list[str], pieces: list[str], include: bool) -> tuple[list[str], str | None]:
+    """What is sent after each piece, and the stop string."""
+    finder, out, stop = StopStrings(stops, include), [], None
     for number, piece in enumerate(pieces):
-        sent, stop = finder.feed(piece, number + 1, last=number == len(pieces) - 1)
+        sent, stop = finder.feed(piece, last=number == len(pieces) - 1)
         out.append(sent)
         if stop is not None:
             break
-    assert (out, stop) == (expected, expected_stop)
+    return out, stop
 
 
 @pytest.mark.parametrize("seams", [[], [2], [3], [3, 6]])
@@ -274,6 +283,9 @@ def test_reasoning_is_not_rebuilt_from_tokens() -> None:
         ({"stop": ["a"], "logprobs": 1, "temperature": 0.7}, ""),
         ({"seed": 1}, ""),
         ({"seed": 1, "temperature": 0.7}, "seed"),
+        ({"stop": ["a"]}, ""),
+        ({"stop": ["a"], "min_tokens": 2}, "min_tokens"),
+        ({"stop": [], "min_tokens": 2}, ""),
         ({"n": 2}, "n"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
