@@ -80,6 +80,7 @@ class Answer:
         fixed: why it cannot be continued elsewhere after all; empty if it can.
         seams: how often it went on at another engine.
         reached_end: its last token came; what remains is the usage, if asked for.
+        finish_reason: why it ended; empty before.
         stopped: a stop string ended it, of which the engine does not know.
         fingerprint: of the engines, which the last chunk carries.
     """
@@ -91,6 +92,7 @@ class Answer:
         self.fixed = request.fixed
         self.seams = 0
         self.reached_end = False
+        self.finish_reason = ""
         self.stopped = False
         self.fingerprint: str | None = None
         self._chat = request.route == CHAT
@@ -203,6 +205,7 @@ class Answer:
             _set_text(choice, sent)
         if stop is not None:
             choice = _stopped_by(stop, choice)
+        self.finish_reason = choice["finish_reason"] or ""
         return choice, stop
 
     def _leave_out_what_came_before(self, choice: dict[str, Any], token_ids: list[int]) -> None:

@@ -51,6 +51,8 @@ class ServeConfig:
         max_failovers: of one request.
         retry_share: retries may be so many per request on the whole.
         stalled_s: an engine with requests that sends nothing for so long has failed, whatever its health says.
+        decision_log: file for every decision and what became of it, one JSON object a line; empty: none.
+        decision_log_bytes: most on disk, the file and its three older ones together.
         max_body_bytes: of a client's request.
         max_connections: of clients.
         seed: of the policies' tie breaks.
@@ -84,6 +86,8 @@ class ServeConfig:
     max_failovers: int = 3
     retry_share: float = 0.1
     stalled_s: float = 60.0
+    decision_log: str = ""
+    decision_log_bytes: int = 256 * 1024 * 1024
     max_body_bytes: int = 64 * 1024 * 1024
     max_connections: int = 16_384
     seed: int = 0
@@ -110,6 +114,7 @@ class ServeConfig:
             ("max_stages", 1, 100),
             ("last_stage_tokens", 1, 1_000_000),
             ("max_failovers", 0, 1_000),
+            ("decision_log_bytes", 65_536, 2**50),
             ("max_body_bytes", 1_024, 2**40),
             ("max_connections", 1, 10**7),
             ("seed", 0, 2**63 - 1),

@@ -154,24 +154,31 @@ class Fleet:
         request["session"] = facts.session
         request["turn"] = facts.turn
         return self._ask(
-            KIND_DISPATCH, may_hold, now_s, lambda engine: engine.slot not in without and engine.may_take(now_s)
+            KIND_DISPATCH,
+            may_hold,
+            now_s,
+            lambda engine: engine.slot not in without and engine.may_take(now_s),
+            facts.request_id,
         )
 
     def choose_source(self, may_leave: Callable[[Engine], bool]) -> int:
         """The instance that a request leaves, or `NONE`."""
         return self._ask(KIND_SOURCE, True, time.monotonic(), may_leave)
 
-    def choose_destination(self, source: int, may_take: Callable[[Engine], bool]) -> int:
-        """The instance that takes it, or `NONE`."""
+    def choose_destination(self, source: int, may_take: Callable[[Engine], bool], request: str) -> int:
+        """The instance that takes this request, or `NONE`."""
         now_s = time.monotonic()
         return self._ask(
             KIND_DESTINATION,
             True,
             now_s,
             lambda engine: engine.slot != source and engine.may_take(now_s) and may_take(engine),
+            request,
         )
 
-    def _ask(self, kind: int, may_hold: bool, now_s: float, is_candidate: Callable[[Engine], bool]) -> int:
+    def _ask(
+        self, kind: int, may_hold: bool, now_s: float, is_candidate: Callable[[Engine], bool], request: str = ""
+    ) -> int:
         candidates = [is_candidate(engine) for engine in self.engines]
         if not any(candidates):
             return NONE
@@ -183,7 +190,7 @@ class Fleet:
         fleet["may_hold"] = may_hold
         fleet["held"] = self.held
         fleet["random_key"] = self._random.integers(2**64, dtype=np.uint64)
-        choice = self.host.choose(self.view)
+        choice = self.host.choose(self.view, request)
         if choice != NONE and kind == KIND_DISPATCH:
             fleet["decisions"] += 1
         return choice

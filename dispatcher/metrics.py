@@ -35,6 +35,15 @@ class _Collected(Collector):
             for label, value in sorted(counts.items()):
                 family.add_metric([label], value)
             yield family
+        decisions = CounterMetricFamily("fleetpilot_decisions", "by kind and who decided", labels=["kind", "by"])
+        for (kind, by), value in sorted(dispatcher.fleet.host.decided.items()):
+            decisions.add_metric([kind, by], value)
+        yield decisions
+        if dispatcher.log is not None:
+            log = CounterMetricFamily("fleetpilot_decision_log_records", "of the decision log", labels=["result"])
+            for result in ("written", "dropped", "failed"):
+                log.add_metric([result], dispatcher.log.counts[result])
+            yield log
         yield GaugeMetricFamily("fleetpilot_held", "requests held at the dispatcher", value=dispatcher.fleet.held)
         yield GaugeMetricFamily("fleetpilot_migrations_running", "migrations", value=len(dispatcher.migrations))
         age = GaugeMetricFamily("fleetpilot_instance_poll_age_s", "age of the last poll", labels=["instance"])

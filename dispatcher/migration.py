@@ -44,6 +44,7 @@ class Migration:
         relay: of the request.
         source: where it runs.
         destination: where it goes.
+        decision: number of the decision for it.
         stages: copies so far.
         copied_tokens: of prompt and answer that the destination holds.
         outcome: how it ended; empty while it goes on.
@@ -55,12 +56,26 @@ class Migration:
     relay: Relay
     source: Engine
     destination: Engine
+    decision: int = 0
     stages: int = 0
     copied_tokens: int = 0
     outcome: str = ""
     begun_s: float = 0.0
     stopped_s: float = 0.0
     resumed_s: float = 0.0
+
+    def fields(self) -> dict[str, Any]:
+        """What became of it, for the decision log. Its downtime is in the request's outcome: it comes later."""
+        return {
+            "decision": self.decision,
+            "request": self.relay.facts.request_id,
+            "source": self.source.slot,
+            "destination": self.destination.slot,
+            "outcome": self.outcome,
+            "stages": self.stages,
+            "copied_tokens": self.copied_tokens,
+            "duration_s": time.monotonic() - self.begun_s,
+        }
 
 
 async def migrate(dispatcher: Dispatcher, migration: Migration) -> None:

@@ -7,6 +7,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+from fleetpilot.dispatcher.decision_log import BY_FALLBACK, BY_POLICY, Decided, DecisionLog
+from fleetpilot.fleet.features import KINDS
 from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of, refuse_oracle
 from fleetpilot.fleet.view import NONE, FleetView
 
@@ -25,6 +27,9 @@ class PolicyHost:
 
     Attributes:
         fallbacks: reason -> how often the fallback decided.
+        decided: (kind, by whom) -> decisions.
+        number: of the latest decision, from 1.
+        log: that is told of every decision; None for none.
     """
 
     def __init__(self, policy: Policy, fallback: CompiledPolicy, deadline_s: float = 0.05, seed: int = 0):
@@ -35,6 +40,9 @@ class PolicyHost:
         self.fallback = fallback
         self.deadline_s = deadline_s
         self.fallbacks: Counter[str] = Counter()
+        self.decided: Counter[tuple[str, str]] = Counter()
+        self.number = 0
+        self.log: DecisionLog | None = None
         policy.reset(1, seed)
         fallback.reset(1, seed)
         self._worker = None if isinstance(policy, CompiledPolicy) else ThreadPoolExecutor(1, "policy")
@@ -45,8 +53,37 @@ class PolicyHost:
         outside = getattr(self.policy, "counts", {}).get("out_of_range", 0)
         return {**self.fallbacks, **({"out of range": outside} if outside else {})}
 
-    def choose(self, view: FleetView) -> int:
-        """The slot chosen, or `NONE`."""
+    def choose(self, view: FleetView, request: str = "") -> int:
+        """The slot chosen, or `NONE`.
+
+        Args:
+            view: of one fleet.
+            request: that the decision is about, for the log.
+        """
+        choice, reason = self._preferred(view)
+        kind = int(view.fleet["kind"][0])
+        by = BY_FALLBACK if reason else BY_POLICY
+        self.number += 1
+        self.decided[KINDS[kind], by] += 1
+        if self.log is not None:
+            self.log.decision(
+                Decided(
+                    number=self.number,
+                    request=request,
+                    kind=kind,
+                    policy=self.policy.name,
+                    by=by,
+                    reason=reason,
+                    preferred=choice,
+                    choice=choice,
+                    propensity=1.0,
+                    view=_copy(view),
+                )
+            )
+        return choice
+
+    def _preferred(self, view: FleetView) -> tuple[int, str]:
+        """The choice of the policy, or of the fallback and why."""
         try:
             choice = self._asked(view)
         except FutureTimeoutError:
@@ -54,19 +91,19 @@ class PolicyHost:
         except Exception as error:  # a policy is a plug-in: whatever it raises must not stop the dispatcher
             reason = type(error).__name__
         else:
-            if _is_legal(choice, view):
-                return choice
+            if is_legal(choice, view):
+                return choice, ""
             reason = "illegal choice"
         self.fallbacks[reason] += 1
         if int(view.fleet["kind"][0]) not in kinds_of(self.fallback):
-            return NONE
+            return NONE, reason
         choice = int(self.fallback.decide(view).choice[0])
-        return choice if _is_legal(choice, view) else NONE
+        return choice if is_legal(choice, view) else NONE, reason
 
     def _asked(self, view: FleetView) -> int:
         if self._worker is None:
             return int(self.policy.decide(view).choice[0])
-        copy = FleetView(view.instances.copy(), view.request.copy(), view.fleet.copy())
+        copy = _copy(view)
         start_s = time.monotonic()
         future = self._worker.submit(lambda: self.policy.decide(copy).choice[0])
         choice = int(future.result(timeout=self.deadline_s))
@@ -75,7 +112,12 @@ class PolicyHost:
         return choice
 
 
-def _is_legal(choice: int, view: FleetView) -> bool:
+def _copy(view: FleetView) -> FleetView:
+    return FleetView(view.instances.copy(), view.request.copy(), view.fleet.copy())
+
+
+def is_legal(choice: int, view: FleetView) -> bool:
+    """Whether this may be chosen: a candidate, or `NONE` where that is allowed."""
     if choice == NONE:
         return bool(view.fleet["may_hold"][0])
     instances = view.instances[0]

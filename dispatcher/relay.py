@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetpilot.dispatcher.answer import Answer, EngineError
 from fleetpilot.dispatcher.engine import Engine
@@ -53,7 +53,10 @@ class Relay:
         self.moving = False
         self.ended = False
         self.tokens = 0  # streamed, as the ledger counts them
-        self.last_token_s = 0.0  # when its engine last sent some, monotonic clock
+        self.first_token_s = 0.0  # when the first came, monotonic clock
+        self.last_token_s = 0.0  # when its engine last sent some
+        self.migrations = 0  # that it was taken up after
+        self.downtime_s = 0.0  # of all of them
         self.moved_by: Migration | None = None  # until its destination's first token
         self.homeless_since_s = 0.0
         self._attempt: _Attempt | None = None
@@ -177,6 +180,7 @@ class Relay:
         if self.moved_by is not None:
             self.dispatcher.on_resumed(self, self.moved_by)
         if tokens > self.tokens:
+            self.first_token_s = self.first_token_s or self.last_token_s
             self.dispatcher.fleet.ledger.tokens(self.facts.request_id, tokens - self.tokens)
             self.tokens = tokens
 
@@ -191,6 +195,26 @@ class Relay:
         self.engine.failures = 0
         self.exchange.finish()
         self._end("finished")
+
+    def outcome(self) -> dict[str, Any]:
+        """What became of it, for the decision log."""
+        answer = self.answer
+        streamed = self.request.streamed and self.tokens > 0
+        between_s = (self.last_token_s - self.first_token_s) / (self.tokens - 1) if self.tokens > 1 else None
+        return {
+            "request": self.facts.request_id,
+            "request_id": self.request.request_id,
+            "instance": None if self.slot == NONE else self.slot,
+            "ttft_s": self.first_token_s - self.facts.arrived_s if streamed else None,
+            "tpot_s": between_s if streamed else None,
+            "duration_s": time.monotonic() - self.facts.arrived_s,
+            "prompt_tokens": len(answer.prompt_ids) if answer and answer.prompt_ids else self.facts.prompt_tokens,
+            "output_tokens": self.tokens if streamed else None,
+            "finish_reason": (answer.finish_reason or None) if answer else None,
+            "migrations": self.migrations,
+            "downtime_s": self.downtime_s,
+            "failovers": self._failovers,
+        }
 
     def facts_now(self) -> RequestFacts:
         """What policies read of it when it is to go on elsewhere: a request with a prompt of all it has so far."""

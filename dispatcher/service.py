@@ -16,6 +16,7 @@ import orjson
 from fleetpilot.agents import load_policy
 from fleetpilot.dispatcher import metrics, telemetry
 from fleetpilot.dispatcher.config import ServeConfig
+from fleetpilot.dispatcher.decision_log import DecisionLog
 from fleetpilot.dispatcher.engine import Engine, EngineState
 from fleetpilot.dispatcher.fleet import Fleet, RequestFacts
 from fleetpilot.dispatcher.http.client import HttpClient
@@ -59,6 +60,7 @@ class Dispatcher:
         counts: what happened so far, by name.
         downtimes_s: of the latest migrations.
         migrations: that go on.
+        log: of decisions, from `start` to `stop` where the configuration asks for one.
     """
 
     def __init__(self, config: ServeConfig, policy: Policy | None = None):
@@ -79,6 +81,7 @@ class Dispatcher:
         self._placing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: HttpServer | None = None
+        self.log: DecisionLog | None = None
         self._mean_output_tokens = 256.0
         self._keys = [key.encode() for key in config.api_keys]
         self._engine_key = config.engine_api_key.encode()
@@ -101,9 +104,11 @@ class Dispatcher:
         """Listen, and watch the engines.
 
         Raises:
-            OSError: the address cannot be bound, or a certificate not be read.
+            OSError: the address cannot be bound, or a certificate not be read, or the decision log not be written.
         """
         config = self.config
+        if config.decision_log:
+            self.log = self.fleet.host.log = DecisionLog(config.decision_log, config.decision_log_bytes)
         tls = None
         if config.tls_cert:
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -128,6 +133,9 @@ class Dispatcher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for engine in self.fleet.engines:
             engine.client.close()
+        if self.log is not None:
+            log, self.log, self.fleet.host.log = self.log, None, None
+            await asyncio.to_thread(log.close)
 
     async def ready(self, engines: int, timeout_s: float) -> None:
         """Wait until so many engines are ready.
@@ -302,6 +310,8 @@ class Dispatcher:
         """The relay has ended."""
         self.leaves(relay)
         self.outcomes[outcome] += 1
+        if self.log is not None:
+            self.log.outcome(outcome=outcome, **relay.outcome())
         if outcome == "finished" and relay.tokens:
             self._mean_output_tokens += 0.02 * (relay.tokens - self._mean_output_tokens)
         if relay in self._held:
@@ -315,7 +325,10 @@ class Dispatcher:
         """The first token of a relay's request came from its destination."""
         relay.moved_by = None
         migration.resumed_s = time.monotonic()
-        self.downtimes_s.append(migration.resumed_s - migration.stopped_s)
+        downtime_s = migration.resumed_s - migration.stopped_s
+        self.downtimes_s.append(downtime_s)
+        relay.migrations += 1
+        relay.downtime_s += downtime_s
 
     def may_retry(self) -> bool:
         """Whether the budget of retries allows one more."""
@@ -403,13 +416,13 @@ class Dispatcher:
             relay = self._leaving(engine)
             if relay is None:
                 continue
-            destination = self.fleet.choose_destination(source, self._may_move_to)
+            destination = self.fleet.choose_destination(source, self._may_move_to, relay.facts.request_id)
             if destination != NONE:
-                self.move(relay, destination)
+                self.move(relay, destination, self.fleet.host.number)
 
-    def move(self, relay: Relay, destination: int) -> Migration:
-        """Begin to move a running request."""
-        migration = Migration(relay, relay.engine, self.fleet.engines[destination])
+    def move(self, relay: Relay, destination: int, decision: int = 0) -> Migration:
+        """Begin to move a running request, by the decision of this number."""
+        migration = Migration(relay, relay.engine, self.fleet.engines[destination], decision)
         self.migrations.add(migration)
         self._mark_migrating()
         self._run(self._migrate(migration))
@@ -419,7 +432,10 @@ class Dispatcher:
         try:
             await migrate(self, migration)
         finally:
-            self.counts[f"migrations {migration.outcome or 'cancelled'}"] += 1
+            migration.outcome = migration.outcome or "cancelled"
+            self.counts[f"migrations {migration.outcome}"] += 1
+            if self.log is not None:
+                self.log.migration(**migration.fields())
             self.migrations.discard(migration)
             self._mark_migrating()
 
