@@ -53,6 +53,7 @@ class ServeConfig:
         stalled_s: an engine with requests that sends nothing for so long has failed, whatever its health says.
         decision_log: file for every decision and what became of it, one JSON object a line; empty: none.
         decision_log_bytes: most on disk, the file and its three older ones together.
+        explore: share of requests placed at random, so that the log can tell what other choices lead to.
         max_body_bytes: of a client's request.
         max_connections: of clients.
         seed: of the policies' tie breaks.
@@ -88,6 +89,7 @@ class ServeConfig:
     stalled_s: float = 60.0
     decision_log: str = ""
     decision_log_bytes: int = 256 * 1024 * 1024
+    explore: float = 0.0
     max_body_bytes: int = 64 * 1024 * 1024
     max_connections: int = 16_384
     seed: int = 0
@@ -108,6 +110,7 @@ class ServeConfig:
             ("decision_deadline_s", 0.001, 60.0),
             ("stalled_s", 1.0, 86_400.0),
             ("retry_share", 0.0, 1.0),
+            ("explore", 0.0, 1.0),
             ("emulate", 0, 1_024),
             ("port", 0, 65_535),
             ("max_migrations", 1, 10_000),

@@ -33,7 +33,7 @@ _MOST_WAITING = 4_096
 """Records that may wait for the disk; some kilobytes each."""
 
 DECISION, OUTCOME, MIGRATION = "decision", "outcome", "migration"
-BY_POLICY, BY_FALLBACK = "policy", "fallback"
+BY_POLICY, BY_FALLBACK, BY_EXPLORATION = "policy", "fallback", "exploration"
 """Who decided."""
 
 

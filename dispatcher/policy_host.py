@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from fleetpilot.dispatcher.decision_log import BY_FALLBACK, BY_POLICY, Decided, DecisionLog
+from fleetpilot.dispatcher.decision_log import BY_EXPLORATION, BY_FALLBACK, BY_POLICY, Decided, DecisionLog
 from fleetpilot.fleet.features import KINDS
 from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of, refuse_oracle
-from fleetpilot.fleet.view import NONE, FleetView
+from fleetpilot.fleet.view import KIND_DISPATCH, NONE, FleetView
 
 
 class PolicyHost:
@@ -20,7 +21,9 @@ class PolicyHost:
         policy: asked for every decision of its kinds.
         fallback: a compiled baseline, asked when the policy raises an error, answers illegally or too late.
         deadline_s: for a decision. A compiled policy is not interrupted: its decisions take microseconds.
-        seed: of the policies.
+        seed: of the policies, and of what is explored.
+        explore: share of the requests to be placed that go to a candidate drawn uniformly instead. A hold stays one:
+            it is asked about many times a second, and would soon be none.
 
     Raises:
         ValueError: one of them is an oracle bound.
@@ -32,17 +35,26 @@ class PolicyHost:
         log: that is told of every decision; None for none.
     """
 
-    def __init__(self, policy: Policy, fallback: CompiledPolicy, deadline_s: float = 0.05, seed: int = 0):
+    def __init__(
+        self,
+        policy: Policy,
+        fallback: CompiledPolicy,
+        deadline_s: float = 0.05,
+        seed: int = 0,
+        explore: float = 0.0,
+    ):
         refuse_oracle("policy", policy)
         refuse_oracle("fallback", fallback)
         self.policy = policy
         self.kinds = kinds_of(policy)
         self.fallback = fallback
         self.deadline_s = deadline_s
+        self.explore = explore
         self.fallbacks: Counter[str] = Counter()
         self.decided: Counter[tuple[str, str]] = Counter()
         self.number = 0
         self.log: DecisionLog | None = None
+        self._draws = random.Random(seed)
         policy.reset(1, seed)
         fallback.reset(1, seed)
         self._worker = None if isinstance(policy, CompiledPolicy) else ThreadPoolExecutor(1, "policy")
@@ -60,9 +72,12 @@ class PolicyHost:
             view: of one fleet.
             request: that the decision is about, for the log.
         """
-        choice, reason = self._preferred(view)
+        preferred, reason = self._preferred(view)
         kind = int(view.fleet["kind"][0])
-        by = BY_FALLBACK if reason else BY_POLICY
+        choice, propensity = preferred, 1.0
+        if self.explore and kind == KIND_DISPATCH and preferred != NONE:
+            choice, propensity = self._explored(preferred, view)
+        by = BY_EXPLORATION if choice != preferred else BY_FALLBACK if reason else BY_POLICY
         self.number += 1
         self.decided[KINDS[kind], by] += 1
         if self.log is not None:
@@ -74,9 +89,9 @@ class PolicyHost:
                     policy=self.policy.name,
                     by=by,
                     reason=reason,
-                    preferred=choice,
+                    preferred=preferred,
                     choice=choice,
-                    propensity=1.0,
+                    propensity=propensity,
                     view=_copy(view),
                 )
             )
@@ -99,6 +114,12 @@ class PolicyHost:
             return NONE, reason
         choice = int(self.fallback.decide(view).choice[0])
         return choice if is_legal(choice, view) else NONE, reason
+
+    def _explored(self, preferred: int, view: FleetView) -> tuple[int, float]:
+        """The choice that is carried out, and its probability."""
+        candidates = view.candidates[0].nonzero()[0].tolist()
+        choice = self._draws.choice(candidates) if self._draws.random() < self.explore else preferred
+        return choice, self.explore / len(candidates) + (1.0 - self.explore) * (choice == preferred)
 
     def _asked(self, view: FleetView) -> int:
         if self._worker is None:

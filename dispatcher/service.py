@@ -68,7 +68,9 @@ class Dispatcher:
             raise ValueError("engines: got none, expected at least one URL, or engines_file, or emulate")
         self.config = config
         fallback = require_compiled("fallback", load_policy(config.fallback))
-        host = PolicyHost(policy or load_policy(config.policy), fallback, config.decision_deadline_s, config.seed)
+        host = PolicyHost(
+            policy or load_policy(config.policy), fallback, config.decision_deadline_s, config.seed, config.explore
+        )
         self.fleet = Fleet(load_profile(config.profile), host, CHAT_SLO, config.seed)
         self.at: list[dict[str, Relay]] = []
         self.counts: Counter[str] = Counter()

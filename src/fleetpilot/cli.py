@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import fleetpilot
 from fleetpilot.learning import add_learning
-from fleetpilot.serving import add_serve
+from fleetpilot.serving import add_replay_log, add_serve
 
 if TYPE_CHECKING:
     from fleetpilot.cluster import FleetConfig
@@ -191,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_trace(commands)
     add_learning(_command, commands)
     add_serve(_command, commands)
+    add_replay_log(_command, commands)
     _add_emulate(commands)
     _add_calibrate(commands)
     _add_validate(commands)

@@ -1,4 +1,4 @@
-"""``fleetpilot serve``: the dispatcher's command line, whose options are the fields of its configuration."""
+"""``fleetpilot serve``, whose options are the fields of the dispatcher's configuration, and ``replay-log``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import logging
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 EXAMPLES = """examples:
@@ -19,6 +21,11 @@ EXAMPLES = """examples:
   fleetpilot serve --engines http://127.0.0.1:8001 http://127.0.0.1:8002 --policy llumnix
   fleetpilot serve --engines http://127.0.0.1:8001 http://127.0.0.1:8002 --check
   FLEETPILOT_SERVE_API_KEYS=secret fleetpilot serve --config fleet.toml
+"""
+
+REPLAY_EXAMPLES = """examples:
+  fleetpilot serve --emulate 4 --policy llumnix --explore 0.05 --decision-log decisions.jsonl
+  fleetpilot replay-log decisions.jsonl --policy lmetric
 """
 
 _GRACE_S = 30.0
@@ -46,6 +53,35 @@ def add_serve(command: Callable[..., Any], commands: Any) -> None:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=help_text)
         else:
             parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=help_text)
+
+
+def add_replay_log(command: Callable[..., Any], commands: Any) -> None:
+    """Add the subcommand."""
+    summary = "ask another policy for the decisions of a recorded log, and estimate what its choices are worth"
+    parser = command(commands, "replay-log", run_replay_log, summary, REPLAY_EXAMPLES)
+    parser.add_argument("log", metavar="LOG", type=Path, help="file of fleetpilot serve --decision-log")
+    parser.add_argument(
+        "--policy", metavar="NAME", required=True, help="baseline, or folder of an exported policy, that is asked"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run_replay_log(arguments: argparse.Namespace) -> int:
+    """Replay, and print what was found.
+
+    Returns:
+        The exit status.
+    """
+    from fleetpilot.agents import load_policy
+    from fleetpilot.dispatcher.decision_log import read_log
+    from fleetpilot.dispatcher.replay import replay
+
+    unreadable: Counter[str] = Counter()
+    found = replay(read_log(arguments.log, unreadable), load_policy(arguments.policy))
+    for file, count in unreadable.items():
+        print(f"{file}: {count:,} lines are no records and were left out", file=sys.stderr)
+    print(json.dumps(dataclasses.asdict(found), indent=2) if arguments.json else found.text())
+    return 0
 
 
 def _meanings(config: type) -> dict[str, str]:
