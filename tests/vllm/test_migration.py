@@ -57,8 +57,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     {"return_token_ids": True},
     {"logprobs": 1, "return_token_ids": True},
-    {"priority": -2},
-    {"stop": ["never to be met"], "min_tokens": 3},
+    {"priority": -2, "min_tokens": 3},
+    {"stop": ["never to be met"]},
     {"repetition_penalty": 1.05, "logit_bias": {"300": 1.0}},
 ]
 
