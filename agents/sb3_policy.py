@@ -18,8 +18,11 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch import Tensor, nn
 
-from fleetpilot.agents.schema import ARRAYS, Sizes
+from fleetpilot.agents.schema import ARRAYS, PRESENT, Sizes
 from fleetpilot.agents.scorer import HIDDEN, SetScorer, likeliest
+
+_CRITIC = 64
+"""Width of the critic."""
 
 
 def sizes_of(observation_space: spaces.Space[Any]) -> Sizes:
@@ -35,25 +38,34 @@ def sizes_of(observation_space: spaces.Space[Any]) -> Sizes:
 
 
 class ScorerExtractor(BaseFeaturesExtractor):
-    """The whole network; its output is the logits, then the context."""
+    """The whole network; its output is the logits, then a summary of the observation for the critic.
+
+    The summary is the context, and mean and maximum of the instances' features beside the others. No gradient of the
+    critic's goes into the scorer: where returns are large, it would be most of what the scorer learns from.
+    """
 
     def __init__(self, observation_space: spaces.Dict, hidden: int = HIDDEN):
         sizes = sizes_of(observation_space)
         choices = cast("tuple[int, ...]", observation_space.spaces["action_mask"].shape)[0]
-        super().__init__(observation_space, choices + hidden)
+        self.summary_size = hidden + 2 * sizes.instance + sizes.common
+        super().__init__(observation_space, choices + self.summary_size)
         self.scorer = SetScorer(sizes, hidden)
 
     def forward(self, observations: dict[str, Tensor]) -> Tensor:
-        """(B, N + 1 + H)."""
-        return torch.cat(tuple(self.scorer(*(observations[key] for key in ARRAYS))), dim=1)
+        """(B, N + 1 + `summary_size`)."""
+        logits, context = self.scorer(*(observations[key] for key in ARRAYS))
+        instances, *common, _ = (observations[key] for key in ARRAYS)
+        count = (instances[:, :, PRESENT] > 0).sum(dim=1, keepdim=True).clamp(min=1)
+        mean = instances.sum(dim=1) / count  # slots without an instance are rows of 0
+        return torch.cat([logits, context.detach(), mean, instances.amax(dim=1), *common], dim=1)
 
 
 class _Split(nn.Module):
-    """Stands in for the two towers of Stable-Baselines3: the actor gets the logits, the critic the context."""
+    """Stands in for the two towers of Stable-Baselines3: the actor gets the logits, the critic the summary."""
 
-    def __init__(self, hidden: int):
+    def __init__(self, summary_size: int):
         super().__init__()
-        self.latent_dim_vf = hidden
+        self.latent_dim_vf = summary_size
         self.latent_dim_pi = 1  # of the layer that `SetPolicy` replaces
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,14 +117,17 @@ class _SetPolicyMixin:
         return self.features_extractor.scorer  # type: ignore[attr-defined, no-any-return]
 
     def _build_mlp_extractor(self) -> None:
-        self.mlp_extractor: Any = _Split(self.hidden)
+        self.mlp_extractor: Any = _Split(self.features_extractor.summary_size)  # type: ignore[attr-defined]
 
     def _build(self, lr_schedule: Any) -> None:
         super()._build(lr_schedule)  # type: ignore[misc]
         policy: Any = self
         policy.action_dist = self._distribution(policy.action_space.n)
         policy.action_net = nn.Identity()
-        policy.value_net = nn.Sequential(nn.Linear(self.hidden, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 1))
+        size = policy.mlp_extractor.latent_dim_vf
+        policy.value_net = nn.Sequential(
+            nn.Linear(size, _CRITIC), nn.ReLU(), nn.Linear(_CRITIC, _CRITIC), nn.ReLU(), nn.Linear(_CRITIC, 1)
+        )
         policy.optimizer = policy.optimizer_class(
             policy.parameters(), lr=lr_schedule(1), foreach=True, **policy.optimizer_kwargs
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,7 +50,6 @@ class Learning:
         entropy: weight of the entropy, which is 1 where all legal choices are equally likely.
         clip: range of the probability ratio.
         target_kl: an update ends early beyond 1.5 of this.
-        reward_scale: factor on rewards, for the critic's sake.
         critic_decisions: after imitation, decisions in which the critic alone learns.
     """
 
@@ -62,7 +62,6 @@ class Learning:
     entropy: float = 0.001
     clip: float = 0.2
     target_kl: float = 0.02
-    reward_scale: float = 0.1
     critic_decisions: int = 100_000
 
 
@@ -121,6 +120,7 @@ class TrainConfig:
         imitation: the warm start, or None.
         ppo: settings of PPO.
         validation: how progress is judged.
+        time_factors: scenario -> factor on `Learning.tau_s` and `trace_s`, where requests live longer than elsewhere.
     """
 
     name: str
@@ -141,6 +141,7 @@ class TrainConfig:
     imitation: Imitation | None = None
     ppo: Learning = field(default_factory=Learning)
     validation: Validation = field(default_factory=Validation)
+    time_factors: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.environment not in ENVIRONMENTS:
@@ -149,6 +150,12 @@ class TrainConfig:
             raise ValueError("scenarios: expected one at least")
         for name in self.scenarios:
             load_scenario(name)
+        for name, factor in self.time_factors.items():
+            if name not in self.scenarios:
+                known = ", ".join(self.scenarios)
+                raise ValueError(f"time_factors: {name} is no scenario here; expected one of {known}")
+            if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < float("inf"):
+                raise ValueError(f"time_factors: {name} = {factor!r}: expected a finite number > 0")
         for owner in (self, self.ppo, self.validation, *([self.imitation] if self.imitation else [])):
             _check_numbers(owner)
         require_compiled("fallback", load_policy(self.fallback))
@@ -282,9 +289,14 @@ def config_to_toml(config: TrainConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + " }" if value else "{}"
+        inner = ", ".join(f"{_key(key)} = {_toml(inner)}" for key, inner in value.items())
+        return f"{{ {inner} }}" if value else "{}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, bool):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from stable_baselines3.common.callbacks import CallbackList
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.utils import set_random_seed
@@ -171,16 +172,17 @@ class _Run:
         if checkpoint:
             self.state.update(checkpoint["more"]["run"])
             self.validation.update(checkpoint["more"]["validation"])
+        if checkpoint:
+            self.references = self.state["references"]
+        else:
+            experts, self.references = self._references()
+            self.state["references"] = self.references
         model = self._model(self._envs(self.state["stage"]))
         model.set_logger(configure(str(self.folder / "tensorboard"), ["tensorboard"]))
         if checkpoint:
             restore(model, checkpoint)
-            self.references = checkpoint["more"]["run"]["references"]
-        else:
-            experts, self.references = self._references()
-            self.state["references"] = self.references
-            if config.imitation:
-                self._imitate(model, experts)
+        elif config.imitation:
+            self._imitate(model, experts)
         validator = Validator(config, self.kinds, self.folder, self.references, self.validation, self.say)
         checkpoints = Checkpoints(config, self.folder, self.state, self.validation, self.say)
         callbacks = CallbackList([validator, checkpoints, Progress(config, self.tick)])
@@ -233,15 +235,28 @@ class _Run:
             clip_range=settings.clip,
             target_kl=settings.target_kl,
             rollout_buffer_kwargs={
-                "tau_s": settings.tau_s,
-                "trace_s": settings.trace_s,
-                "scale": settings.reward_scale,
+                "tau_s": self._per_row(settings.tau_s * self._time_factors()),
+                "trace_s": self._per_row(settings.trace_s * self._time_factors()),
+                "scale": self._per_row(1.0 / self._units()),
             },
             policy_kwargs={"hidden": self.config.hidden},
             device="cpu",
         )
         model.rollout_buffer.envs = envs  # type: ignore[attr-defined]
         return model
+
+    def _time_factors(self) -> NDArray[np.float64]:
+        return np.array([self.config.time_factors.get(name, 1.0) for name in self.config.scenarios])
+
+    def _units(self) -> NDArray[np.float64]:
+        """Of each scenario, what the reference costs in `Learning.tau_s`: the critic's values are around -1."""
+        tau_s = self.config.ppo.tau_s * self._time_factors()
+        metrics = [self.references[name].metrics for name in self.config.scenarios]
+        cost_per_s = np.array([-m["return"].sum() / m["duration_s"].sum() for m in metrics])
+        return np.maximum(cost_per_s * tau_s, 1e-3)
+
+    def _per_row(self, of_scenarios: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.repeat(of_scenarios, self.config.rows // len(of_scenarios))
 
     def _references(self) -> tuple[list[CompiledPolicy], dict[str, Validated]]:
         """The best baseline of each scenario, and what it comes to on the episodes of validation."""

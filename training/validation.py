@@ -91,6 +91,13 @@ def _episodes(policy: Policy, arguments: dict[str, Any], episodes: int, seed: in
 
 
 def relative_cost(found: Mapping[str, Validated], reference: Mapping[str, Validated]) -> float:
-    """Mean over the scenarios of the cost over that of a reference: 1 is as good, less is better."""
-    ratios = [found[name].cost / max(reference[name].cost, 1e-9) for name in reference]
+    """Mean over episodes and scenarios of the cost over the mean of it and a reference's: 1 is as good, less is better.
+
+    From 0 to 2, so that no single overloaded episode, which costs a hundred times an ordinary one, decides what is
+    best.
+    """
+    ratios = []
+    for name in reference:
+        ours, theirs = found[name].metrics["return"], reference[name].metrics["return"]
+        ratios.append(np.mean(2.0 * ours / np.minimum(ours + theirs, -1e-9)))
     return float(np.mean(ratios))

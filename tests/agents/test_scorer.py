@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -123,6 +125,16 @@ def test_entropy_is_one_where_all_legal_choices_are_equally_likely() -> None:
         _, _, entropy = policy.evaluate_actions({**observations, "action_mask": mask}, torch.zeros(4, 1))
         assert entropy is not None
         np.testing.assert_allclose(entropy.detach().numpy(), 1.0, atol=1e-5)
+
+
+def test_the_critic_teaches_the_scorer_nothing() -> None:
+    envs = SB3VecEnv(FleetVectorEnv(4, instances=6, autoreset_mode=AutoresetMode.SAME_STEP, scored_requests=20))
+    policy: Any = PPO(SetPolicy, envs, device="cpu").policy
+    observations = {key: torch.as_tensor(value) for key, value in envs.reset().items()}  # type: ignore[union-attr]
+    values, _, _ = policy.evaluate_actions(observations, torch.zeros(4, 1))
+    values.sum().backward()
+    assert all(weight.grad is None or not weight.grad.any() for weight in policy.scorer.parameters())
+    assert all(weight.grad.any() for weight in policy.value_net.parameters())
 
 
 def test_another_observation_space_is_refused() -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("stable_baselines3")
 import torch
 
 from fleetpilot.training.environments import TrainingEnvs
-from fleetpilot.training.ppo import TimedRolloutBuffer, workload_baseline
+from fleetpilot.training.ppo import TimedRolloutBuffer, advantage_sizes, workload_baseline
 
 SMALL = {"instances": 4, "scored_requests": 20, "warmup_requests": 10}
 
@@ -45,11 +45,11 @@ def test_scenarios_get_their_rows_and_uneven_ones_are_refused() -> None:
         envs(10, steady=SMALL, bursty=SMALL)
 
 
-def buffer_with(dt_s: Any, rewards: Any, values: Any, episode_starts: Any, group: int = 1, **settings: float) -> Any:
+def buffer_with(dt_s: Any, rewards: Any, values: Any, episode_starts: Any, group: int = 1, **settings: Any) -> Any:
     """One row per column of the arrays."""
     made = envs(rows=dt_s.shape[1], group=group)
     buffer = TimedRolloutBuffer(
-        len(dt_s), made.observation_space, made.action_space, n_envs=dt_s.shape[1], scale=1.0, **settings
+        len(dt_s), made.observation_space, made.action_space, n_envs=dt_s.shape[1], **{"scale": 1.0, **settings}
     )
     observations: Any = made.reset()
     for step in range(len(dt_s)):
@@ -103,6 +103,23 @@ def test_what_a_group_has_in_common_is_taken_out_of_its_advantages() -> None:
     left = advantages - workload_baseline(advantages, time_s, group=4)
     assert left.std() < 0.2 * advantages.std()
     np.testing.assert_array_equal(workload_baseline(advantages, time_s, group=1), 0.0)
+
+
+def test_groups_count_alike_and_noise_is_not_blown_up() -> None:
+    rng = np.random.default_rng(2)
+    sizes = np.array([0.01, 1.0, 100.0, 5.0, 6.0, 7.0])  # of groups of two rows, three in each of two scenarios
+    advantages = (rng.choice([-1.0, 1.0], (40, 12)) * np.repeat(sizes, 2)).astype(np.float32)
+    np.testing.assert_allclose(advantage_sizes(advantages, 2, 2)[::2], [1.0, 1.0, 100.0, 6.0, 6.0, 7.0], rtol=1e-6)
+    np.testing.assert_array_equal(advantage_sizes(np.zeros((4, 4), np.float32), 2, 1) > 0, np.ones(4, np.bool_))
+
+
+def test_each_row_has_the_time_and_the_scale_of_its_scenario() -> None:
+    dt_s, rewards = np.full((2, 2), 0.5), np.ones((2, 2))
+    starts, values = np.zeros((2, 2)), np.zeros((2, 2), np.float32)
+    both = {"tau_s": np.array([1.0, 4.0]), "trace_s": 1e12, "scale": np.array([1.0, 0.1])}
+    buffer = buffer_with(dt_s, rewards, values, starts, **both)
+    buffer.compute_returns_and_advantage(torch.zeros(2), np.array([True, True]))
+    np.testing.assert_allclose(buffer.returns[0], [1 + np.exp(-0.5), 0.1 * (1 + np.exp(-0.125))], rtol=1e-6)
 
 
 def test_state_is_saved_and_restored() -> None:

@@ -196,6 +196,14 @@ def test_training_ends_early_when_it_gets_no_better(tmp_path: Path) -> None:
             "policies = ['oracle-least-work']\ndecisions = 1",
             "imitation.policies = 'oracle-least-work': expected a policy; this bound knows",
         ),
+        (
+            "environment = 'fleetpilot/Dispatch-v0'\ndecisions = 1\n[scenarios.steady]\n[time_factors]\nbursty = 2.0",
+            "time_factors: bursty is no scenario here; expected one of steady",
+        ),
+        (
+            "environment = 'fleetpilot/Dispatch-v0'\ndecisions = 1\n[scenarios.steady]\n[time_factors]\nsteady = 0",
+            "time_factors: steady = 0: expected a finite number > 0",
+        ),
         ("decisions = ", "not TOML"),
     ],
 )
@@ -215,12 +223,13 @@ def test_unknown_configurations_and_folders_are_refused(tmp_path: Path) -> None:
         export_run(tmp_path)
 
 
-def test_a_resolved_configuration_reads_back_the_same() -> None:
+def test_a_resolved_configuration_reads_back_the_same(tmp_path: Path) -> None:
     from fleetpilot.training.config import configurations
 
     for name in configurations():
         config = load_config(name)
-        path = Path(f"{name}.toml")
+        path = tmp_path / f"{name}.toml"
+        path.write_text(config_to_toml(config))
         assert config.summary, path
-        assert "[ppo]" in config_to_toml(config)
+        assert config_to_toml(load_config(str(path))) == path.read_text()
         config.environments()
