@@ -1,4 +1,4 @@
-# `make demo` installs no training stack; the other targets install the developers' tools into the same .venv.
+# `make demo` installs what it runs, training included; the other targets install the developers' tools into the same .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,8 +6,8 @@ FOLDERS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
 .PHONY: demo test test-ray test-vllm lint bench bench-vllm fuzz clean
 
-demo: .venv/installed-eval
-	$(BIN)/fleetpilot demo
+demo: .venv/installed-eval,train
+	$(BIN)/fleetpilot demo --train
 
 test: .venv/installed-dev
 	$(BIN)/pytest

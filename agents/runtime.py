@@ -36,27 +36,32 @@ FORMAT = "fleetpilot-policy"
 CARD, NETWORK, ARRAYS_FILE, GOLDEN = "policy.json", "policy.onnx", "weights.npz", "golden.npz"
 """Files of an export: what it is, the network for any runtime, its weights for ours, and examples to check both by."""
 
+SHIPPED = {path.parent.name: path.parent for path in sorted((Path(__file__).parent / "policies").glob(f"*/{CARD}"))}
+"""Name -> folder of the exports that come with fleetpilot."""
 RANGE_MARGIN = 0.1
 """A feature may leave its trained range by so much of the range that it has by its definition."""
 _GOLDEN_TOLERANCE = 1e-4
+_GOLDEN_ROUNDING = 1e-6
+"""Of logits in the hundreds: golden features are drawn from the whole range, and float32 has seven digits."""
 
 
 def load_policy(name: str) -> Policy:
-    """A policy by name: a baseline's (`fleetpilot.baselines.load_policy`), or the folder of an export.
+    """A policy by name: a baseline's (`fleetpilot.baselines.load_policy`), one of `SHIPPED`, or an export's folder.
 
-    A folder is what exists as one or has a slash in it. Behind a ``?`` it takes ``mode``:
+    A folder is what exists as one or has a slash in it. Behind a ``?`` an export takes ``mode``:
     ``runs/mine/export?mode=sample``.
 
     Raises:
         ValueError: there is no such policy, or the export cannot be used: naming file, value and what was expected.
     """
     base, question_mark, parameters = name.partition("?")
-    if base in (*baselines.BASELINES, *baselines.ORACLE_BOUNDS) or not is_export_name(base):
+    known = base in (*baselines.BASELINES, *baselines.ORACLE_BOUNDS)
+    if known or not (base in SHIPPED or is_export_name(base)):
         return baselines.load_policy(name)
     given = dict(parse_qsl(parameters, keep_blank_values=True))
     if (question_mark and not given) or set(given) - {"mode"}:
         raise ValueError(f"policy {name!r}: expected nothing but mode={' or mode='.join(MODES)} behind the ?")
-    policy = load_export(Path(base), given.get("mode"))
+    policy = load_export(SHIPPED.get(base, Path(base)), given.get("mode"))
     policy.name = name
     return policy
 
@@ -248,7 +253,7 @@ def load_export(folder: Path, mode: str | None = None) -> LearnedPolicy:
     policy.reset(1, 0)
     golden = _arrays(folder / GOLDEN, (*ARRAYS, "logits"))
     found = policy.score({key: golden[key] for key in ARRAYS}).logits
-    if not np.allclose(found, golden["logits"], rtol=0.0, atol=_GOLDEN_TOLERANCE):
+    if not np.allclose(found, golden["logits"], rtol=_GOLDEN_ROUNDING, atol=_GOLDEN_TOLERANCE):
         error = float(np.abs(found - golden["logits"]).max())
         raise ValueError(
             f"{folder}: logits are off the golden ones by {error:g}; expected {_GOLDEN_TOLERANCE:g} at most"

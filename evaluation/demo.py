@@ -1,4 +1,4 @@
-"""The demonstration: all dispatch policies on an hour's worth of conversation, small enough to watch."""
+"""The demonstration: all dispatch policies on two small workloads, and on one of them a policy trained on the spot."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fleetpilot.baselines import BASELINES
 from fleetpilot.cluster import FleetConfig
+from fleetpilot.evaluation.experiments.learned import Size, cells
 from fleetpilot.evaluation.report import Report, write_report
 from fleetpilot.evaluation.runner import Scenario, evaluate
 from fleetpilot.evaluation.segments import at_load, cut, within_length
@@ -17,9 +18,11 @@ from fleetpilot.workloads import workload
 LOAD = 0.8
 INSTANCES = 12
 SEGMENTS = 10
+SHARE = 0.5
+"""Of the experiment's windows of bursts."""
 
 
-def demo(out: Path) -> Report:
+def demo(out: Path, trained: Path | None = None) -> Report:
     """Compare the policies that only dispatch on the twin of the Azure 2023 conversation trace.
 
     It is served by A10s at 0.8 of their capacity. The trace's rate is half as high again in the middle of its hour, so
@@ -27,10 +30,19 @@ def demo(out: Path) -> Report:
 
     Args:
         out: folder for runs and report.
+        trained: folder of a policy trained with the configuration ``quick``: it competes on what it was trained for,
+            bursts on eight H100s.
     """
+    policies = [name for name, make in BASELINES.items() if kinds_of(make()) == (KIND_DISPATCH,)]
+    runs = evaluate([_conversation()], policies, out, seeds=(0,))
+    if trained is not None:
+        bursts = cells("bursty", "development", Size(share=SHARE, loads=(LOAD,)))
+        runs += evaluate(bursts, [*policies, str(trained)], out, seeds=(0,))
+    return write_report(runs, out, baseline="round-robin")
+
+
+def _conversation() -> Scenario:
     profile = load_profile("a10-llama-7b")
     fleet = FleetConfig.of(profile, INSTANCES)
     table = at_load(within_length(workload("twin/azure-conv?predict=error:0.5"), profile.max_model_len), fleet, LOAD)
-    scenario = Scenario(f"Azure conversation twin, {INSTANCES} x A10, load {LOAD:g}", cut(table, SEGMENTS), fleet)
-    policies = [name for name, make in BASELINES.items() if kinds_of(make()) == (KIND_DISPATCH,)]
-    return write_report(evaluate([scenario], policies, out, seeds=(0,)), out, baseline="round-robin")
+    return Scenario(f"Azure conversation twin, {INSTANCES} x A10, load {LOAD:g}", cut(table, SEGMENTS), fleet)

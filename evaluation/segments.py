@@ -216,15 +216,21 @@ def _admissions_rps(backlog: RequestTable, fleet: FleetConfig) -> float:
     return (last - first) / float(admitted_s[last] - admitted_s[first])
 
 
-def at_load(table: RequestTable, fleet: FleetConfig, load: float) -> RequestTable:
+def at_load(table: RequestTable, fleet: FleetConfig, load: float, capacity: float | None = None) -> RequestTable:
     """The open-loop table with its arrivals sped up or slowed down to a load, as a share of the fleet's capacity.
+
+    Args:
+        table: the requests.
+        fleet: that serves them.
+        load: share of its capacity.
+        capacity: of the fleet, in requests/s; by default it is measured (`capacity_rps`).
 
     Raises:
         ValueError: that would take a speed-up beyond `MAX_SPEED_UP`; or the table is a closed loop.
     """
     if not 0 < load < np.inf:
         raise ValueError(f"load = {load}: expected a finite number > 0")
-    capacity = capacity_rps(table, fleet)
+    capacity = capacity_rps(table, fleet) if capacity is None else capacity
     speed_up = load * capacity / rate_rps(table)
     if speed_up > MAX_SPEED_UP:
         windows = math.ceil(speed_up / MAX_SPEED_UP)

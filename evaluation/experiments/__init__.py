@@ -4,7 +4,8 @@ A module of an experiment has a docstring whose first line describes it, and ``r
 
     def run(out: Path, *, workers: int | None = None) -> list[Table]
 
-which stores its runs under `out` and returns what to show, the published figures beside ours.
+which stores its runs under `out` and returns what to show, the published figures beside ours. One on policies that are
+given takes ``policies: Sequence[str]`` as well.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PUBLISHED = (
     "llumnix-stock",
 )
 """Those of papers."""
-EXPERIMENTS = (*PUBLISHED, "five-scenarios")
+EXPERIMENTS = (*PUBLISHED, "five-scenarios", "learned")
 """Names for ``fleetpilot evaluate --experiment``; the module is called the same, with underscores."""
 
 

@@ -543,12 +543,12 @@ def _mixed(arguments: argparse.Namespace) -> tuple[HardwareProfile, ...]:
 
 
 def _policy(name: str) -> str:
-    from fleetpilot.agents import is_export_name, load_policy
+    from fleetpilot.agents import SHIPPED, is_export_name, load_policy
     from fleetpilot.baselines import BASELINES, ORACLE_BOUNDS
 
     base = name.partition("?")[0]
     if not is_export_name(base):
-        _known("policy", base, [*BASELINES, *ORACLE_BOUNDS])
+        _known("policy", base, [*BASELINES, *ORACLE_BOUNDS, *SHIPPED])
     load_policy(name)
     return name
 
@@ -737,17 +737,21 @@ def _report(report: Report) -> int:
 
 
 def _experiment(arguments: argparse.Namespace, out: Path) -> int:
+    from inspect import signature
+
     from fleetpilot.evaluation.experiments import EXPERIMENTS, load_experiment
     from fleetpilot.evaluation.runner import stderr_line
     from fleetpilot.evaluation.tables import markdown, plain
 
     experiment = load_experiment(_known("experiment", arguments.experiment, EXPERIMENTS))
-    fixed = {"experiment", "out", "workers", "run"}
+    chooses = "policies" in signature(experiment.run).parameters
+    fixed = {"experiment", "out", "workers", "run", *(["policies"] if chooses else [])}
     defaults = vars(_parser().parse_args(["evaluate"]))
     for name, value in vars(arguments).items():
         if name not in fixed and value != defaults.get(name, value):
             raise ValueError(f"--{name.replace('_', '-')} {value}: expected none, an experiment sets its own")
-    tables = experiment.run(out, workers=arguments.workers)
+    given = {"policies": _policies(arguments.policies)} if chooses and arguments.policies != ["all"] else {}
+    tables = experiment.run(out, workers=arguments.workers, **given)
     (out / "report.md").write_text("\n".join(map(markdown, tables)))
     stderr_line("")
     print("\n".join(map(plain, tables)))
@@ -974,14 +978,20 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _add_demo(commands: Any) -> None:
     parser = _command(commands, "demo", _demo, "compare all policies on a small workload and draw the result")
     parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, default=Path("demo"), help="folder (default demo)")
+    parser.add_argument(
+        "--train",
+        action="store_true",
+        help="train a policy first, which takes some minutes and fleetpilot[train], and let it compete",
+    )
 
 
 def _demo(arguments: argparse.Namespace) -> int:
     from fleetpilot.evaluation import Interrupted
     from fleetpilot.evaluation.demo import demo
+    from fleetpilot.learning import train_quick
 
     try:
-        return _report(demo(arguments.out))
+        return _report(demo(arguments.out, train_quick(arguments.out) if arguments.train else None))
     except Interrupted as interrupted:
         return _say(f"{interrupted} in {arguments.out}; the same command goes on from there", INTERRUPTED)
 
@@ -1294,9 +1304,14 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _list_policies() -> list[tuple[str, ...]]:
+    from fleetpilot.agents.runtime import SHIPPED, read_card
     from fleetpilot.baselines import policy_rows
 
-    return [(row.name, row.rule) for row in policy_rows()]
+    rows: list[tuple[str, ...]] = [(row.name, row.rule) for row in policy_rows()]
+    for name, folder in SHIPPED.items():
+        card = read_card(folder)
+        rows.append((name, f"Learned with the configuration {card['provenance']['config']}, else {card['fallback']}."))
+    return rows
 
 
 def _list_profiles() -> list[tuple[str, ...]]:

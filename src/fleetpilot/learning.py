@@ -78,6 +78,19 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def train_quick(out: Path) -> Path:
+    """The folder of a policy that was trained with the configuration ``quick`` there, now or before."""
+    from fleetpilot.agents.runtime import CARD
+    from fleetpilot.evaluation.runner import stderr_line
+    from fleetpilot.training.config import load_config
+    from fleetpilot.training.train import export_run, train
+
+    folder = out / "trained"
+    if not (folder / CARD).is_file():
+        export_run(train(load_config("quick"), out / "training", say=_say, tick=stderr_line), folder)
+    return folder
+
+
 def _say(line: str) -> None:
     """A line worth keeping, over one of progress."""
     if sys.stderr.isatty():

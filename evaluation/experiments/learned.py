@@ -1,0 +1,349 @@
+"""Whether a learned policy beats the field of dispatch policies: on windows that chose neither it nor its opponents.
+
+``learned.toml`` fixes the cells - workloads at loads relative to the fleet's capacity - and their windows. On the
+validation windows all baselines run. The one that meets most targets in a cell is the learned policy's opponent there;
+the one that misses least over all cells is its opponent everywhere, for a fleet runs one policy. Both are met on the
+test windows. Where there are bounds - policies that know what no dispatcher does - the report begins with how far the
+best baseline is from them: where it is not, nothing can win.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetpilot import baselines
+from fleetpilot.cluster import FleetConfig, Telemetry
+from fleetpilot.envs.scenarios import load_scenario
+from fleetpilot.evaluation.comparison import (
+    GOODPUT,
+    RELATIVE_FROM_MISSES,
+    PolicyResult,
+    ScenarioResult,
+    collect,
+    difference,
+    fallback_share,
+    interval_text,
+)
+from fleetpilot.evaluation.runner import Scenario, evaluate
+from fleetpilot.evaluation.segments import at_load, capacity_rps, rate_rps, superpose, within_length
+from fleetpilot.evaluation.statistics import Interval, holm, iqm
+from fleetpilot.evaluation.tables import Table, Text, number
+from fleetpilot.fleet.policy import kinds_of
+from fleetpilot.fleet.profiles import load_profile
+from fleetpilot.fleet.view import KIND_DISPATCH
+from fleetpilot.workloads import RequestTable, workload
+
+LEARNED = ("learned",)
+VALIDATION, TEST = "validation", "test"
+TOLERANCE_POINTS = 0.2
+"""Where the opponent misses next to nothing, a learned policy may miss so much more."""
+RESAMPLES = 10_000
+_SPEED_UP = 1.9
+"""Of a workload, before parts of it are laid over each other: these are not quite equally long."""
+
+
+class Size(NamedTuple):
+    """How much to run: what is written in the file, or less in tests.
+
+    Attributes:
+        windows: of each part; None: all.
+        share: of a window's requests.
+        seeds: of tie breaks, on the test windows; one is enough to choose opponents.
+        cells: names of workloads; None: all.
+        loads: None: all.
+    """
+
+    windows: int | None = None
+    share: float = 1.0
+    seeds: int = 3
+    cells: tuple[str, ...] | None = None
+    loads: tuple[float, ...] | None = None
+
+
+@cache
+def plan() -> dict[str, Any]:
+    """``learned.toml``."""
+    return tomllib.loads((resources.files(__package__) / "learned.toml").read_text("utf-8"))
+
+
+def field() -> list[str]:
+    """The baselines that dispatch and need no more than that."""
+    return [name for name, make in baselines.BASELINES.items() if kinds_of(make()) == (KIND_DISPATCH,)]
+
+
+def bounds() -> list[str]:
+    """Policies that know what no dispatcher does."""
+    return [name for name, make in baselines.ORACLE_BOUNDS.items() if KIND_DISPATCH in kinds_of(make())]
+
+
+# --- cells -------------------------------------------------------------------------------------------------------
+
+
+def names() -> list[str]:
+    """Of the workloads."""
+    return [*plan()["scenarios"], *plan()["workloads"]]
+
+
+def cells(name: str, part: str, size: Size) -> list[Scenario]:
+    """A workload's windows of a part, at every load."""
+    loads = plan()["fleet"]["loads"] if size.loads is None else size.loads
+    first, count = plan()["windows"][part], size.windows or plan()["windows"]["count"]
+    seeds = range(first, first + count)
+    make = of_environment if name in plan()["scenarios"] else _of_workload
+    return [make(name, load, seeds, size.share) for load in loads]
+
+
+def of_environment(name: str, load: float, seeds: Sequence[int], share: float) -> Scenario:
+    """Episodes of an environment, with the hardware of the profile and telemetry that is late by a fixed time."""
+    fleet = plan()["fleet"]
+    scenario = load_scenario(name).with_changes(
+        load=load,
+        scored_requests=max(1, round(share * plan()["scenarios"][name])),
+        hardware_error=0.0,
+        poll_interval_s=fleet["poll_interval_s"],
+        poll_delay_s=fleet["poll_delay_s"],
+        predicted_share=1.0,
+        predictor_error=fleet["predictor_error"],
+        rebalancing=None,
+        scaling=None,
+    )
+    limits = scenario.limits(fleet["instances"])
+    episodes = [scenario.draw(np.random.default_rng(seed), limits, {}, length=1.0) for seed in seeds]
+    tables = tuple(episode.table for episode in episodes)
+    return Scenario(f"{name} at {load:g}", tables, episodes[0].fleet, family=name, load=load)
+
+
+def _of_workload(name: str, load: float, seeds: Sequence[int], share: float) -> Scenario:
+    """Draws of a workload, at a load by measured capacity."""
+    given, of_fleet = plan()["workloads"][name], plan()["fleet"]
+    profile = load_profile(given["profile"]).replace(priority_order=given.get("priority_order", False))
+    telemetry = Telemetry(of_fleet["poll_interval_s"], of_fleet["poll_delay_s"])
+    fleet = FleetConfig.of(profile, of_fleet["instances"], telemetry=telemetry)
+
+    def draw(seed: int) -> RequestTable:
+        mark = "&" if "?" in given["spec"] else "?"
+        n = max(1, round(share * given["requests"]))
+        spec = f"{given['spec']}{mark}n={n}&seed={seed}&predict=error:{of_fleet['predictor_error']}"
+        return within_length(workload(spec), profile.max_model_len)
+
+    capacity = capacity_rps(draw(plan()["windows"]["development"]), fleet)
+    tables = []
+    for seed in seeds:
+        table = draw(seed)
+        parts = math.ceil(load * capacity / rate_rps(table) / _SPEED_UP)
+        tables.append(at_load(superpose(table, parts) if parts > 1 else table, fleet, load, capacity))
+    return Scenario(f"{name} at {load:g}", tuple(tables), fleet, family=name, load=load)
+
+
+# --- the experiment ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What came out in one cell.
+
+    Attributes:
+        name: of it.
+        opponent: the best baseline of the validation windows.
+        validation: misses there, in %, of all baselines and bounds.
+        test: results on the test windows.
+    """
+
+    name: str
+    opponent: str
+    validation: dict[str, float]
+    test: dict[str, PolicyResult]
+
+
+def run(
+    out: Path,
+    *,
+    workers: int | None = None,
+    policies: Sequence[str] = LEARNED,
+    size: Size = Size(),  # noqa: B008 (immutable)
+) -> list[Table]:
+    """Choose the opponents, meet them.
+
+    Args:
+        out: folder for the runs.
+        workers: processes; the machine's cores by default.
+        policies: the learned ones; more than one for several seeds of a training.
+        size: how much to run.
+
+    Returns:
+        The room, the result against each cell's best baseline and against the one best for all, what every policy does,
+        and all cells.
+    """
+    chosen = [name for name in names() if size.cells is None or name in size.cells]
+    validation: dict[str, dict[str, float]] = {}
+    for name in chosen:
+        scenarios = cells(name, VALIDATION, size)
+        runs = evaluate(scenarios, [*field(), *bounds()], out, seeds=(0,), workers=workers)
+        validation |= {result.name: _misses(result) for result in _collected(runs, scenarios)}
+    opponents = {cell: min(field(), key=of.__getitem__) for cell, of in validation.items()}
+    best = min(field(), key=lambda policy: np.mean([of[policy] for of in validation.values()]))
+    found = []
+    for name in chosen:
+        scenarios = cells(name, TEST, size)
+        met = dict.fromkeys([*policies, best, *(opponents[scenario.name] for scenario in scenarios)])
+        runs = evaluate(scenarios, list(met), out, seeds=range(size.seeds), workers=workers)
+        for result in _collected(runs, scenarios):
+            test = {policy.policy: policy for policy in result.policies}
+            found.append(Cell(result.name, opponents[result.name], validation[result.name], test))
+    return [_room(found), *(table for policy in policies for table in _answers(policy, best, found))]
+
+
+def _collected(runs: Sequence[Any], scenarios: Sequence[Scenario]) -> Iterator[ScenarioResult]:
+    """One at a time: all requests of all cells are gigabytes."""
+    for scenario in scenarios:
+        yield from collect([run for run in runs if run.summary["config"]["scenario"] == scenario.name])
+
+
+def _misses(result: ScenarioResult) -> dict[str, float]:
+    return {policy.policy: missed(policy.pooled) for policy in result.policies}
+
+
+def missed(summary: dict[str, Any]) -> float:
+    """Requests that did not meet their targets, in %."""
+    return 100.0 - (GOODPUT.of(summary) or 0.0)
+
+
+def by_window(result: PolicyResult) -> NDArray[np.float64]:
+    """(windows,) misses in %."""
+    return np.array([missed(segment) for segment in result.segments])
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+
+def _room(found: Sequence[Cell]) -> Table:
+    """How far the best baseline of each cell is from the bounds, on the validation windows."""
+    known = bounds()
+    rows = []
+    for cell in found:
+        misses = cell.validation[cell.opponent]
+        least = min((cell.validation[bound] for bound in known), default=None)
+        room = None if least is None else misses - least
+        rows.append([cell.name, cell.opponent, *map(number, (misses, *(cell.validation[of] for of in known), room))])
+    note = (
+        "Requests that missed a target, in %, on the validation windows. Room: what the best baseline misses and a "
+        "policy that knows every answer's length would not; where there is none, nothing can win."
+        if known
+        else "Requests that missed a target, in %, on the validation windows. No bounds to compare with: what the best "
+        "baseline misses is the most that could be won, and in overload much of it cannot be."
+    )
+    header = ["cell", "best baseline", "misses %", *known, "room"]
+    return Table("Room", header, [[Text(text) for text in row] for row in rows], note)
+
+
+def _answers(policy: str, best: str, found: Sequence[Cell]) -> list[Table]:
+    """Of one learned policy."""
+    each = {cell.name: (cell.test[policy], cell.test[cell.opponent]) for cell in found}
+    one = {cell.name: (cell.test[policy], cell.test[best]) for cell in found}
+    return [
+        _summary(policy, {"the best baseline of each cell": each, f"{best} everywhere": one}),
+        _cells(f"{policy}: against the best baseline of each cell", each),
+        _cells(f"{policy}: against {best} everywhere", one),
+    ]
+
+
+Pairs = dict[str, tuple[PolicyResult, PolicyResult]]
+"""Cell -> the learned policy's result and its opponent's."""
+
+
+def _summary(policy: str, against: dict[str, Pairs]) -> Table:
+    """All cells together."""
+    rows = []
+    for title, pairs in against.items():
+        wins = [judge(ours, theirs) for ours, theirs in pairs.values()]
+        counted = [pair for pair in pairs.values() if missed(pair[1].pooled) >= 100 * RELATIVE_FROM_MISSES]
+        less = fewer_misses(counted)
+        cells_of = [title, str(len(counted)), interval_text(less), *(str(wins.count(of)) for of in VERDICTS)]
+        rows.append([Text(text) for text in cells_of])
+    return Table(
+        f"{policy}: all {len(next(iter(against.values())))} cells",
+        ["against", f"cells with misses from {RELATIVE_FROM_MISSES:.0%}", "misses there, %", *VERDICTS],
+        rows,
+        "Misses: relative to the opponent's, interquartile mean over the cells in which it misses enough, with the "
+        "95 % interval of a bootstrap over the windows of each cell. Better and worse: the interval of the cell's "
+        f"difference is on one side of 0, and where the opponent misses less than {RELATIVE_FROM_MISSES:.0%} the "
+        f"difference is also over {TOLERANCE_POINTS:g} points.",
+    )
+
+
+def _cells(title: str, pairs: Pairs) -> Table:
+    """One row per cell."""
+    found = {name: difference(*pair, GOODPUT) for name, pair in pairs.items()}
+    known = [name for name, of in found.items() if of.p is not None]
+    adjusted = dict(zip(known, holm(np.array([found[name].p for name in known], np.float64)), strict=True))
+    rows = []
+    for name, (ours, theirs) in pairs.items():
+        verdict = judge(ours, theirs)
+        fallback = fallback_share([run.summary for run in ours.runs])
+        rows.append(
+            [
+                Text(name),
+                Text(theirs.policy),
+                Text(number(missed(theirs.pooled))),
+                Text(number(missed(ours.pooled)), best=verdict == "better"),
+                Text(interval_text(found[name].interval)),
+                Text(f"{adjusted[name]:.2g}" if name in adjusted else "-"),
+                Text(_relative(ours, theirs)),
+                Text(verdict),
+                Text(f"{100 * fallback:.1f}"),
+            ]
+        )
+    header = ["cell", "opponent", "its misses %", "misses %", "goodput", "p", "misses, %", "verdict", "fallback %"]
+    return Table(
+        title,
+        header,
+        rows,
+        "Test windows. Goodput: mean of the paired differences in points with its 95 % bootstrap interval, p of the "
+        "Wilcoxon signed-rank test adjusted over the cells (Holm). Misses relative to the opponent's only where it "
+        f"misses at least {RELATIVE_FROM_MISSES:.0%}. Fallback: decisions out of the trained range, which a baseline "
+        "made.",
+    )
+
+
+def _relative(ours: PolicyResult, theirs: PolicyResult) -> str:
+    base = missed(theirs.pooled)
+    return f"{100 * (missed(ours.pooled) / base - 1):+.0f}" if base >= 100 * RELATIVE_FROM_MISSES else "-"
+
+
+VERDICTS = ("better", "no difference", "worse")
+
+
+def judge(ours: PolicyResult, theirs: PolicyResult) -> str:
+    """One of `VERDICTS`."""
+    interval = difference(ours, theirs, GOODPUT).interval
+    little = missed(theirs.pooled) < 100 * RELATIVE_FROM_MISSES
+    if interval is None or not interval.excludes_zero or (little and abs(interval.estimate) <= TOLERANCE_POINTS):
+        return "no difference"
+    return "better" if interval.low > 0 else "worse"
+
+
+def fewer_misses(pairs: Sequence[tuple[PolicyResult, PolicyResult]]) -> Interval | None:
+    """Change of the misses in %, interquartile mean over cells, with its interval over windows; None without cells."""
+    if not pairs:
+        return None
+    rng = np.random.default_rng(0)
+    drawn = []
+    for ours, theirs in pairs:
+        values = np.stack([by_window(ours), by_window(theirs)])  # (2, windows)
+        rows = rng.integers(0, values.shape[1], (RESAMPLES, values.shape[1]))
+        rows[0] = np.arange(values.shape[1])  # the first is the estimate
+        means = values[:, rows].mean(axis=2)
+        drawn.append(100.0 * (means[0] / np.maximum(means[1], 1e-9) - 1.0))
+    change = iqm(np.array(drawn), axis=0)
+    low, high = np.percentile(change[1:], (2.5, 97.5))
+    return Interval(float(change[0]), float(low), float(high))

@@ -1,0 +1,104 @@
+"""The experiment on learned policies: its windows are nobody's training, opponents are chosen apart from the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleetpilot.baselines import BASELINES
+from fleetpilot.evaluation.comparison import PolicyResult
+from fleetpilot.evaluation.experiments import learned
+from fleetpilot.evaluation.experiments.learned import TEST, VALIDATION, Size, cells, fewer_misses, judge
+from fleetpilot.evaluation.tables import Table
+
+SMALL = Size(windows=2, share=0.05, seeds=1, cells=("bursty", "azure-conv"), loads=(0.95,))
+STAND_IN = "join-shortest-queue"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Table]]:
+    out = tmp_path_factory.mktemp("learned")
+    return out, learned.run(out, workers=1, policies=(STAND_IN,), size=SMALL)
+
+
+def test_it_begins_with_the_room_and_judges_every_cell(small: tuple[Path, list[Table]]) -> None:
+    room, summary, *against = small[1]
+    assert room.title == "Room"
+    assert [row[0].text for row in room.rows] == ["bursty at 0.95", "azure-conv at 0.95"]
+    assert len(against) == 2
+    for table in (room, summary, *against):
+        assert all(len(row) == len(table.header) for row in table.rows)
+    verdicts = [row[summary.header.index("better") :] for row in summary.rows]
+    assert [sum(int(cell.text) for cell in row) for row in verdicts] == [2, 2]
+
+
+def test_opponents_are_chosen_on_windows_that_do_not_score(
+    small: tuple[Path, list[Table]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, list[str]]] = []
+    real = learned.evaluate
+
+    def seen(scenarios: Any, policies: list[str], out: Path, **options: Any) -> Any:
+        ran.extend((table.name, policies) for scenario in scenarios for table in scenario.segments)
+        return real(scenarios, policies, small[0], **options)
+
+    monkeypatch.setattr(learned, "evaluate", seen)
+    monkeypatch.setattr("fleetpilot.evaluation.runner.run_job", None)  # all is on disk
+    assert learned.run(tmp_path, workers=1, policies=(STAND_IN,), size=SMALL) == small[1]
+    chosen_with = [policies for _, policies in ran if len(policies) == len(learned.field())]
+    scored_with = [policies for _, policies in ran if policies[0] == STAND_IN]
+    assert len(chosen_with) == len(scored_with) == 4
+
+
+@pytest.mark.parametrize("name", learned.names())
+def test_windows_of_the_parts_are_different_and_meet_the_same_requests_at_every_load(name: str) -> None:
+    size = Size(windows=1, share=0.02)
+    (validation, *_), (test, *others) = cells(name, VALIDATION, size), cells(name, TEST, size)
+    assert not np.array_equal(validation.segments[0].prompt_tokens[:50], test.segments[0].prompt_tokens[:50])
+    for other in others:
+        assert sorted(other.segments[0].output_tokens) == sorted(test.segments[0].output_tokens)
+    rates = [len(of.segments[0]) / of.segments[0].span_s for of in (test, *others) if name != "agents"]
+    assert rates == sorted(rates)
+
+
+def test_no_window_is_drawn_with_a_seed_of_training() -> None:
+    windows = learned.plan()["windows"]
+    firsts = [windows[part] for part in ("development", "validation", "test")]
+    seeds = {first + k for first in firsts for k in range(windows["count"])}
+    assert len(seeds) == 3 * windows["count"]
+    assert min(seeds) >= 2_000
+    assert max(seeds) < 1_000_000
+
+
+def test_the_field_is_what_dispatches_and_nothing_else() -> None:
+    assert "lmetric" in learned.field()
+    assert "llumnix" not in learned.field()
+    assert set(learned.field()) <= set(BASELINES)
+
+
+def result(*goodput: float) -> PolicyResult:
+    """A policy's, from the goodput of each window."""
+    segments = [{"goodput": {"share": share}} for share in goodput]
+    return PolicyResult("p", {"goodput": {"share": float(np.mean(goodput))}}, segments, np.zeros(0), [])
+
+
+def test_verdicts() -> None:
+    theirs = result(0.90, 0.92, 0.88, 0.91)
+    assert judge(result(0.93, 0.95, 0.91, 0.93), theirs) == "better"
+    assert judge(result(0.89, 0.91, 0.87, 0.905), theirs) == "worse"
+    assert judge(result(0.93, 0.90, 0.86, 0.93), theirs) == "no difference"
+    little = result(0.999, 0.998, 0.999, 0.998)
+    assert judge(result(0.998, 0.997, 0.998, 0.997), little) == "no difference", "within what is tolerated"
+    assert judge(result(0.99, 0.98, 0.99, 0.98), little) == "worse"
+
+
+def test_fewer_misses_is_relative_and_over_the_middle_of_the_cells() -> None:
+    base = result(0.90, 0.90)
+    pairs = [(result(share, share), base) for share in (0.0, 0.95, 0.95, 0.99)]
+    found = fewer_misses(pairs)
+    assert found is not None
+    assert found.estimate == found.low == found.high == pytest.approx(-50.0)
+    assert fewer_misses([]) is None
