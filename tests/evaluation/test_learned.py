@@ -48,7 +48,7 @@ def test_opponents_are_chosen_on_windows_that_do_not_score(
     monkeypatch.setattr(learned, "evaluate", seen)
     monkeypatch.setattr("fleetpilot.evaluation.runner.run_job", None)  # all is on disk
     assert learned.run(tmp_path, workers=1, policies=(STAND_IN,), size=SMALL) == small[1]
-    chosen_with = [policies for _, policies in ran if len(policies) == len(learned.field())]
+    chosen_with = [policies for _, policies in ran if policies == [*learned.field(), *learned.bounds()]]
     scored_with = [policies for _, policies in ran if policies[0] == STAND_IN]
     assert len(chosen_with) == len(scored_with) == 4
 
@@ -75,6 +75,7 @@ def test_no_window_is_drawn_with_a_seed_of_training() -> None:
 
 def test_the_field_is_what_dispatches_and_nothing_else() -> None:
     assert "lmetric" in learned.field()
+    assert "oracle-least-work" in learned.bounds()
     assert "llumnix" not in learned.field()
     assert set(learned.field()) <= set(BASELINES)
 
