@@ -14,6 +14,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 ENVIRONMENT = "FLEETPILOT_SERVE_"
 """Prefix of the environment variables: ``FLEETPILOT_SERVE_PORT=8000``."""
 
+RELOADED = ("policy", "fallback", "shadow", "dry_run", "explore")
+"""Settings that a running dispatcher takes up anew."""
 _SECRETS = ("api_keys", "engine_api_key")
 
 
@@ -53,6 +55,9 @@ class ServeConfig:
         stalled_s: an engine with requests that sends nothing for so long has failed, whatever its health says.
         decision_log: file for every decision and what became of it, one JSON object a line; empty: none.
         decision_log_bytes: most on disk, the file and its three older ones together.
+        shadow: a policy that is asked what the policy is asked; its choices are compared and logged, and never carried
+            out; empty: none.
+        dry_run: requests go where `fallback` sends them, and none moves: what `policy` would do is only logged.
         explore: share of requests placed at random, so that the log can tell what other choices lead to.
         max_body_bytes: of a client's request.
         max_connections: of clients.
@@ -89,6 +94,8 @@ class ServeConfig:
     stalled_s: float = 60.0
     decision_log: str = ""
     decision_log_bytes: int = 256 * 1024 * 1024
+    shadow: str = ""
+    dry_run: bool = False
     explore: float = 0.0
     max_body_bytes: int = 64 * 1024 * 1024
     max_connections: int = 16_384
@@ -129,8 +136,20 @@ class ServeConfig:
             raise ValueError("tls_cert and tls_key: expected both or none")
         if bool(self.engines) + bool(self.engines_file) + bool(self.emulate) > 1:
             raise ValueError("engines, engines_file and emulate: expected one of them")
+        if self.dry_run and self.explore:
+            raise ValueError(f"explore = {self.explore:g}: expected 0 in a dry run, in which no choice is carried out")
         if len(set(self.engines)) != len(self.engines):
             raise ValueError(f"engines = {list(self.engines)!r}: expected each URL once")
+
+    def reloaded(self, other: ServeConfig) -> tuple[ServeConfig, list[str]]:
+        """These settings with what a running dispatcher takes over from others, and the names of what it cannot."""
+        changes = {name: getattr(other, name) for name in RELOADED}
+        rest = [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name not in RELOADED and getattr(self, field.name) != getattr(other, field.name)
+        ]
+        return dataclasses.replace(self, **changes), rest
 
     def public(self) -> dict[str, object]:
         """All settings, secrets left out."""

@@ -13,17 +13,15 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 
-from fleetpilot.fleet.features import KINDS
-from fleetpilot.fleet.view import FLEET_VIEW, INSTANCE_VIEW, NONE, REQUEST_VIEW, FleetView
+from fleetpilot.dispatcher.decisions import Decided
+from fleetpilot.dispatcher.shadow import Shadow
 
 _LOG = logging.getLogger("fleetpilot.dispatcher")
 
@@ -31,66 +29,18 @@ FILES = 4
 """The file that is written to, and older ones with .1, .2, .3 behind the name."""
 _MOST_WAITING = 4_096
 """Records that may wait for the disk; some kilobytes each."""
+_LONGEST_CLOSE_S = 10.0
 
 DECISION, OUTCOME, MIGRATION = "decision", "outcome", "migration"
-BY_POLICY, BY_FALLBACK, BY_EXPLORATION = "policy", "fallback", "exploration"
-"""Who decided."""
-
-
-@dataclass(frozen=True)
-class Decided:
-    """A decision.
-
-    Attributes:
-        number: in its run, from 1.
-        request: that it is about; empty for none.
-        kind: of `fleetpilot.fleet.view`.
-        policy: its name.
-        by: who decided, as `BY_POLICY`.
-        reason: why the policy did not; empty where it did.
-        preferred: choice of the policy, or of the fallback in its place.
-        choice: that was carried out.
-        propensity: probability of `choice` under the way choices were made, given the view.
-        view: what the policy saw, a copy.
-    """
-
-    number: int
-    request: str
-    kind: int
-    policy: str
-    by: str
-    reason: str
-    preferred: int
-    choice: int
-    propensity: float
-    view: FleetView
-
-    def fields(self) -> dict[str, Any]:
-        """As in the log."""
-        return {
-            "decision": self.number,
-            "request": self.request or None,
-            "kind": KINDS[self.kind],
-            "policy": self.policy,
-            "by": self.by,
-            "reason": self.reason or None,
-            "preferred": _or_none(self.preferred),
-            "choice": _or_none(self.choice),
-            "propensity": self.propensity,
-            "view": view_fields(self.view),
-        }
-
-
-def _or_none(slot: int) -> int | None:
-    return None if slot == NONE else slot
 
 
 class DecisionLog:
-    """A file of JSON lines, written by a thread of its own: whoever logs never waits for the disk.
+    """A file of JSON lines, written by a thread of its own: whoever logs waits neither for the disk nor for the shadow.
 
     Args:
-        path: of the file; it is continued if it exists.
+        path: of the file, which is continued if it exists; empty: none, the shadow is asked all the same.
         most_bytes: of all files together; the oldest goes when a new one begins.
+        shadow: asked about every decision before it is written; None for none. It may be replaced at any time.
 
     Raises:
         OSError: the file cannot be opened.
@@ -99,10 +49,13 @@ class DecisionLog:
         counts: records ``written``, ``dropped`` because too many waited for the disk, and ``failed`` on it.
     """
 
-    def __init__(self, path: str, most_bytes: int):
+    def __init__(self, path: str, most_bytes: int, shadow: Shadow | None = None):
+        self.shadow = shadow
         self.counts: Counter[str] = Counter()
         self._run = secrets.token_hex(4)
-        self._file = _File(path, maxBytes=most_bytes // FILES, backupCount=FILES - 1, encoding="utf-8")
+        self._file = (
+            _File(path, maxBytes=most_bytes // FILES, backupCount=FILES - 1, encoding="utf-8") if path else None
+        )
         self._waiting: queue.SimpleQueue[tuple[str, float, Decided | dict[str, Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="decision log", daemon=True)
         self._thread.start()
@@ -126,24 +79,31 @@ class DecisionLog:
             self._waiting.put((record, time.time(), content))
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """Write what waits, and end; a disk or a shadow that hangs is not waited for."""
         self._waiting.put(None)
-        self._thread.join()
-        self._file.close()
+        self._thread.join(_LONGEST_CLOSE_S)
+        if self._file is not None and not self._thread.is_alive():
+            self._file.close()
 
     def _write_all(self) -> None:
         while (item := self._waiting.get()) is not None:
             record, unix_s, content = item
-            fields = content.fields() if isinstance(content, Decided) else content
-            line = orjson.dumps({"record": record, "run": self._run, "unix_s": unix_s} | fields).decode()
-            try:
-                self._file.emit(logging.makeLogRecord({"msg": line}))
-            except OSError as error:
-                self.counts["failed"] += 1
-                if self.counts["failed"] == 1:
-                    _LOG.warning("decision_log: %s", error)
-            else:
-                self.counts["written"] += 1
+            shadow, shadowed = self.shadow, None
+            if shadow is not None and isinstance(content, Decided):
+                shadowed = shadow.ask(content)
+            if self._file is not None:
+                fields = content.fields() | {"shadow": shadowed} if isinstance(content, Decided) else content
+                self._write(self._file, {"record": record, "run": self._run, "unix_s": unix_s} | fields)
+
+    def _write(self, file: _File, fields: dict[str, Any]) -> None:
+        try:
+            file.emit(logging.makeLogRecord({"msg": orjson.dumps(fields).decode()}))
+        except Exception as error:  # whatever a disk or a plug-in's name does, the next record may do better
+            self.counts["failed"] += 1
+            if self.counts["failed"] == 1:
+                _LOG.warning("decision_log: %s", error)
+        else:
+            self.counts["written"] += 1
 
 
 class _File(RotatingFileHandler):
@@ -152,55 +112,6 @@ class _File(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Called where the error is being handled."""
         raise
-
-
-# --- views as JSON, and back -----------------------------------------------------------------------------------------
-
-
-def view_fields(view: FleetView) -> dict[str, Any]:
-    """A view of one fleet: its instances by column."""
-    instances, request, fleet = view.instances[0], view.request[0], view.fleet[0]
-    return {
-        "instances": {name: instances[name].tolist() for name in _names(INSTANCE_VIEW)},
-        "request": dict(zip(_names(REQUEST_VIEW), request.item(), strict=True)),
-        "fleet": dict(zip(_names(FLEET_VIEW), fleet.item(), strict=True)),
-    }
-
-
-def view_of(fields: Mapping[str, Any]) -> FleetView:
-    """The view again, bit for bit.
-
-    Raises:
-        ValueError: fields are missing, unknown or of the wrong type: the log is of another version, or damaged.
-    """
-    try:
-        columns = fields["instances"]
-        view = FleetView(
-            np.zeros((1, len(columns["slot"])), INSTANCE_VIEW), np.zeros(1, REQUEST_VIEW), np.zeros(1, FLEET_VIEW)
-        )
-        for part, records in (("instances", view.instances[0]), ("request", view.request), ("fleet", view.fleet)):
-            _fill(part, fields[part], records)
-    except (KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"view: {type(error).__name__}: {error}; expected that of a decision log") from None
-    return view
-
-
-def _fill(part: str, fields: Mapping[str, Any], records: np.ndarray[Any, Any]) -> None:
-    names = _names(records.dtype)
-    if set(fields) != set(names):
-        odd = sorted(set(fields) ^ set(names))
-        raise ValueError(f"view: {part} with other fields than this version's: {', '.join(odd)}")
-    for name in names:
-        value = fields[name]
-        values = value if part == "instances" else [value]
-        if len(values) != len(records):
-            raise ValueError(f"view: {part}.{name} has {len(values)} values, expected {len(records)}")
-        records[name] = [np.inf if item is None else item for item in values]
-
-
-def _names(dtype: np.dtype[np.void]) -> tuple[str, ...]:
-    assert dtype.names is not None
-    return dtype.names
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

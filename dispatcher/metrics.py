@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import (
@@ -26,24 +26,21 @@ class _Collected(Collector):
 
     def collect(self) -> Iterable[Metric]:
         dispatcher = self._dispatcher
-        for name, labels, counts in (
+        for name, label, counts in (
             ("fleetpilot_requests", "outcome", dispatcher.outcomes),
             ("fleetpilot_events", "event", dispatcher.counts),
             ("fleetpilot_policy_fallbacks", "reason", dispatcher.fleet.host.fallback_counts),
         ):
-            family = CounterMetricFamily(name, name.replace("_", " "), labels=[labels])
-            for label, value in sorted(counts.items()):
-                family.add_metric([label], value)
-            yield family
+            yield _counter(name, label, counts)
         decisions = CounterMetricFamily("fleetpilot_decisions", "by kind and who decided", labels=["kind", "by"])
         for (kind, by), value in sorted(dispatcher.fleet.host.decided.items()):
             decisions.add_metric([kind, by], value)
         yield decisions
-        if dispatcher.log is not None:
-            log = CounterMetricFamily("fleetpilot_decision_log_records", "of the decision log", labels=["result"])
-            for result in ("written", "dropped", "failed"):
-                log.add_metric([result], dispatcher.log.counts[result])
-            yield log
+        if (log := dispatcher.log) is not None:
+            counts = {result: log.counts[result] for result in ("written", "dropped", "failed")}
+            yield _counter("fleetpilot_decision_log_records", "result", counts)
+            if log.shadow is not None:
+                yield _counter("fleetpilot_shadow_decisions", "result", dict(log.shadow.counts))
         yield GaugeMetricFamily("fleetpilot_held", "requests held at the dispatcher", value=dispatcher.fleet.held)
         yield GaugeMetricFamily("fleetpilot_migrations_running", "migrations", value=len(dispatcher.migrations))
         age = GaugeMetricFamily("fleetpilot_instance_poll_age_s", "age of the last poll", labels=["instance"])
@@ -60,6 +57,13 @@ class _Collected(Collector):
             state.add_metric([engine.url, engine.state.name.lower()], 1.0)
         yield state
         yield _downtimes(dispatcher)
+
+
+def _counter(name: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, name.replace("_", " "), labels=[label])
+    for value, count in sorted(counts.items()):
+        family.add_metric([value], count)
+    return family
 
 
 def _downtimes(dispatcher: Dispatcher) -> HistogramMetricFamily:

@@ -8,7 +8,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from fleetpilot.dispatcher.decision_log import BY_EXPLORATION, BY_FALLBACK, BY_POLICY, Decided, DecisionLog
+from fleetpilot.dispatcher.decision_log import DecisionLog
+from fleetpilot.dispatcher.decisions import BY_DRY_RUN, BY_EXPLORATION, BY_FALLBACK, BY_POLICY, Decided, is_legal
 from fleetpilot.fleet.features import KINDS
 from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of, refuse_oracle
 from fleetpilot.fleet.view import KIND_DISPATCH, NONE, FleetView
@@ -24,6 +25,7 @@ class PolicyHost:
         seed: of the policies, and of what is explored.
         explore: share of the requests to be placed that go to a candidate drawn uniformly instead. A hold stays one:
             it is asked about many times a second, and would soon be none.
+        dry_run: the policy is asked, and requests go where the fallback sends them; the caller moves none.
 
     Raises:
         ValueError: one of them is an oracle bound.
@@ -42,31 +44,54 @@ class PolicyHost:
         deadline_s: float = 0.05,
         seed: int = 0,
         explore: float = 0.0,
+        dry_run: bool = False,
     ):
-        refuse_oracle("policy", policy)
-        refuse_oracle("fallback", fallback)
-        self.policy = policy
-        self.kinds = kinds_of(policy)
-        self.fallback = fallback
         self.deadline_s = deadline_s
-        self.explore = explore
+        self.seed = seed
         self.fallbacks: Counter[str] = Counter()
         self.decided: Counter[tuple[str, str]] = Counter()
         self.number = 0
         self.log: DecisionLog | None = None
         self._draws = random.Random(seed)
-        policy.reset(1, seed)
-        fallback.reset(1, seed)
+        self._worker: ThreadPoolExecutor | None = None
+        self._use(policy, fallback, explore, dry_run)
+
+    def take_up(self, policy: Policy, fallback: CompiledPolicy, explore: float, *, dry_run: bool) -> None:
+        """These from the next decision on; what was counted stays.
+
+        Raises:
+            ValueError: one of them is an oracle bound; nothing has changed then.
+        """
+        counted = Counter(self.fallback_counts)
+        self._use(policy, fallback, explore, dry_run)
+        self.fallbacks = counted
+
+    def _use(self, policy: Policy, fallback: CompiledPolicy, explore: float, dry_run: bool) -> None:
+        refuse_oracle("policy", policy)
+        refuse_oracle("fallback", fallback)
+        policy.reset(1, self.seed)
+        fallback.reset(1, self.seed)
+        if self._worker is not None:
+            self._worker.shutdown(wait=False)
+        self.policy = policy
+        self.fallback = fallback
+        self.explore = explore
+        self.dry_run = dry_run
         self._worker = None if isinstance(policy, CompiledPolicy) else ThreadPoolExecutor(1, "policy")
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """Of decision that the policy answers."""
+        return kinds_of(self.policy)
 
     @property
     def fallback_counts(self) -> dict[str, int]:
         """`fallbacks`, and under ``out of range`` the decisions that a learned policy left to its own baseline."""
-        outside = getattr(self.policy, "counts", {}).get("out_of_range", 0)
+        outside = getattr(self.policy, "counts", {}).get("out_of_range", 0) + self.fallbacks["out of range"]
         return {**self.fallbacks, **({"out of range": outside} if outside else {})}
 
     def choose(self, view: FleetView, request: str = "") -> int:
-        """The slot chosen, or `NONE`.
+        """The slot chosen, or `NONE`. In a dry run what the policy prefers, where that is no dispatch.
 
         Args:
             view: of one fleet.
@@ -74,10 +99,12 @@ class PolicyHost:
         """
         preferred, reason = self._preferred(view)
         kind = int(view.fleet["kind"][0])
-        choice, propensity = preferred, 1.0
-        if self.explore and kind == KIND_DISPATCH and preferred != NONE:
+        choice, propensity, by = preferred, 1.0, BY_FALLBACK if reason else BY_POLICY
+        if self.dry_run:
+            choice, by = self._by_fallback(view) if kind == KIND_DISPATCH else NONE, BY_DRY_RUN
+        elif self.explore and kind == KIND_DISPATCH and preferred != NONE:
             choice, propensity = self._explored(preferred, view)
-        by = BY_EXPLORATION if choice != preferred else BY_FALLBACK if reason else BY_POLICY
+            by = by if choice == preferred else BY_EXPLORATION
         self.number += 1
         self.decided[KINDS[kind], by] += 1
         if self.log is not None:
@@ -95,7 +122,7 @@ class PolicyHost:
                     view=_copy(view),
                 )
             )
-        return choice
+        return preferred if self.dry_run and kind != KIND_DISPATCH else choice
 
     def _preferred(self, view: FleetView) -> tuple[int, str]:
         """The choice of the policy, or of the fallback and why."""
@@ -110,10 +137,13 @@ class PolicyHost:
                 return choice, ""
             reason = "illegal choice"
         self.fallbacks[reason] += 1
+        return self._by_fallback(view), reason
+
+    def _by_fallback(self, view: FleetView) -> int:
         if int(view.fleet["kind"][0]) not in kinds_of(self.fallback):
-            return NONE, reason
+            return NONE
         choice = int(self.fallback.decide(view).choice[0])
-        return choice if is_legal(choice, view) else NONE, reason
+        return choice if is_legal(choice, view) else NONE
 
     def _explored(self, preferred: int, view: FleetView) -> tuple[int, float]:
         """The choice that is carried out, and its probability."""
@@ -135,11 +165,3 @@ class PolicyHost:
 
 def _copy(view: FleetView) -> FleetView:
     return FleetView(view.instances.copy(), view.request.copy(), view.fleet.copy())
-
-
-def is_legal(choice: int, view: FleetView) -> bool:
-    """Whether this may be chosen: a candidate, or `NONE` where that is allowed."""
-    if choice == NONE:
-        return bool(view.fleet["may_hold"][0])
-    instances = view.instances[0]
-    return 0 <= choice < len(instances) and bool(instances["candidate"][choice])

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.dispatcher.decision_log import DECISION, OUTCOME, view_of
-from fleetpilot.dispatcher.policy_host import is_legal
+from fleetpilot.dispatcher.decision_log import DECISION, OUTCOME
+from fleetpilot.dispatcher.decisions import is_legal, view_of
 from fleetpilot.fleet.features import KINDS
 from fleetpilot.fleet.policy import Policy, kinds_of, refuse_oracle
 from fleetpilot.fleet.view import KIND_DISPATCH, NONE, FleetView

@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 
@@ -26,10 +27,11 @@ from fleetpilot.dispatcher.policy_host import PolicyHost
 from fleetpilot.dispatcher.prompts import Prompts
 from fleetpilot.dispatcher.relay import Relay
 from fleetpilot.dispatcher.requests import CHAT, COMPLETIONS, ApiRequest, BadRequest, parse_request
-from fleetpilot.fleet.policy import Policy, require_compiled
+from fleetpilot.dispatcher.shadow import Shadow
+from fleetpilot.fleet.policy import CompiledPolicy, Policy, require_compiled
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.slo import CHAT as CHAT_SLO
-from fleetpilot.fleet.view import KIND_SOURCE, NONE
+from fleetpilot.fleet.view import KIND_SOURCE, NONE, empty_view
 
 _LOG = logging.getLogger("fleetpilot.dispatcher")
 
@@ -67,9 +69,15 @@ class Dispatcher:
         if not (config.engines or config.engines_file):
             raise ValueError("engines: got none, expected at least one URL, or engines_file, or emulate")
         self.config = config
-        fallback = require_compiled("fallback", load_policy(config.fallback))
+        loaded = _load_policies(config, policy)
+        self._shadow = loaded.shadow
         host = PolicyHost(
-            policy or load_policy(config.policy), fallback, config.decision_deadline_s, config.seed, config.explore
+            loaded.policy,
+            loaded.fallback,
+            config.decision_deadline_s,
+            config.seed,
+            config.explore,
+            dry_run=config.dry_run,
         )
         self.fleet = Fleet(load_profile(config.profile), host, CHAT_SLO, config.seed)
         self.at: list[dict[str, Relay]] = []
@@ -109,8 +117,8 @@ class Dispatcher:
             OSError: the address cannot be bound, or a certificate not be read, or the decision log not be written.
         """
         config = self.config
-        if config.decision_log:
-            self.log = self.fleet.host.log = DecisionLog(config.decision_log, config.decision_log_bytes)
+        if config.decision_log or self._shadow is not None:
+            self._begin_log()
         tls = None
         if config.tls_cert:
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -123,7 +131,7 @@ class Dispatcher:
             self.read_engines_file()
             self._run(self._every(_FILE_S, self.read_engines_file))
         self._run(self._every(config.hold_interval_s, self._tick))
-        if config.migration and KIND_SOURCE in self.fleet.host.kinds:
+        if config.migration:
             self._run(self._every(config.rebalance_interval_s, self.rebalance))
 
     async def stop(self, grace_s: float = 0.0) -> None:
@@ -138,6 +146,36 @@ class Dispatcher:
         if self.log is not None:
             log, self.log, self.fleet.host.log = self.log, None, None
             await asyncio.to_thread(log.close)
+
+    def _begin_log(self) -> None:
+        config = self.config
+        self.log = self.fleet.host.log = DecisionLog(config.decision_log, config.decision_log_bytes, self._shadow)
+
+    async def reload(self, config: ServeConfig) -> None:
+        """Load the policies of these settings anew, and take them up when they are ready; requests go on meanwhile.
+
+        Args:
+            config: of which `RELOADED` is taken over. The rest needs a new start; a warning names what differs.
+
+        Raises:
+            ValueError, OSError: a policy is not known or cannot be loaded; nothing has changed then.
+        """
+        new, rest = self.config.reloaded(config)
+        try:
+            loaded = await asyncio.to_thread(_load_policies, new, None)
+            self.fleet.host.take_up(loaded.policy, loaded.fallback, new.explore, dry_run=new.dry_run)
+        except Exception:
+            self.counts["failed_reloads"] += 1
+            raise
+        self.config, self._shadow = new, loaded.shadow
+        if self.log is not None:
+            self.log.shadow = loaded.shadow
+        elif loaded.shadow is not None:
+            self._begin_log()
+        self.counts["reloads"] += 1
+        for name in rest:
+            _LOG.warning("%s has changed, which takes a new start", name)
+        _LOG.info("reloaded: policy %s, shadow %s", new.policy, new.shadow or "none")
 
     async def ready(self, engines: int, timeout_s: float) -> None:
         """Wait until so many engines are ready.
@@ -408,6 +446,8 @@ class Dispatcher:
 
     def rebalance(self) -> None:
         """Ask the policy for pairs until it has no more."""
+        if KIND_SOURCE not in self.fleet.host.kinds:
+            return
         asked: set[int] = set()
         while len(self.migrations) < self.config.max_migrations:
             source = self.fleet.choose_source(lambda engine: engine.slot not in asked and self._may_leave(engine))
@@ -419,7 +459,9 @@ class Dispatcher:
             if relay is None:
                 continue
             destination = self.fleet.choose_destination(source, self._may_move_to, relay.facts.request_id)
-            if destination != NONE:
+            if destination != NONE and self.fleet.host.dry_run:
+                self.counts["migrations not made in a dry run"] += 1
+            elif destination != NONE:
                 self.move(relay, destination, self.fleet.host.number)
 
     def move(self, relay: Relay, destination: int, decision: int = 0) -> Migration:
@@ -468,6 +510,31 @@ class Dispatcher:
     def _leaving(self, engine: Engine) -> Relay | None:
         """The request that leaves an engine: the last to come that decodes and can move."""
         return next((relay for relay in reversed(self.at[engine.slot].values()) if relay.movable), None)
+
+
+class _Policies(NamedTuple):
+    """That a dispatcher asks."""
+
+    policy: Policy
+    fallback: CompiledPolicy
+    shadow: Shadow | None
+
+
+def _load_policies(config: ServeConfig, policy: Policy | None) -> _Policies:
+    """By name, compiled and ready; `policy` goes before the configuration's.
+
+    Raises:
+        ValueError: one is not known, or cannot be loaded, or not be used as what it is to be.
+    """
+    loaded = _Policies(
+        policy or load_policy(config.policy),
+        require_compiled("fallback", load_policy(config.fallback)),
+        Shadow(load_policy(config.shadow), config.seed) if config.shadow else None,
+    )
+    for asked in (loaded.policy, loaded.fallback):
+        if isinstance(asked, CompiledPolicy):
+            asked.decide(empty_view(1, 1))  # compile now, not at the first request
+    return loaded
 
 
 def _retry_after_s(headers: Headers) -> float:

@@ -105,11 +105,15 @@ def run_serve(arguments: argparse.Namespace) -> int:
     flags = {name: value for name, value in vars(arguments).items() if name in names}
     if flags.get("engines"):
         flags["engines"] = tuple(flags["engines"])
-    config = load_config(flags, arguments.config)
+
+    def load() -> ServeConfig:
+        return load_config(flags, arguments.config)
+
+    config = load()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if arguments.check:
         return _check(config, as_json=arguments.json)
-    _run(_serve(config))
+    _run(_serve(config, load))
     return 0
 
 
@@ -133,7 +137,7 @@ def _check(config: Any, *, as_json: bool) -> int:
     return 0 if all(finding.works for finding in findings) else 1
 
 
-async def _serve(config: Any) -> None:
+async def _serve(config: Any, load: Callable[[], Any]) -> None:
     from fleetpilot.dispatcher.service import Dispatcher
 
     emulated = None
@@ -144,6 +148,15 @@ async def _serve(config: Any) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
+    reloads = set()
+
+    def reload() -> None:
+        task = loop.create_task(_reload(dispatcher, load))
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        loop.add_signal_handler(signal.SIGHUP, reload)
     await dispatcher.start()
     scheme = "https" if config.tls_cert else "http"
     engines = f"{len(config.engines)} engines" if config.engines else f"the engines of {config.engines_file}"
@@ -158,6 +171,17 @@ async def _serve(config: Any) -> None:
         await dispatcher.stop()
         if emulated is not None:
             await emulated.stop()
+
+
+async def _reload(dispatcher: Any, load: Callable[[], Any]) -> None:
+    """Read the settings again; where they cannot be, all stays as it is."""
+    try:
+        read = load()
+        if read.emulate:
+            read = dataclasses.replace(read, emulate=0, engines=dispatcher.config.engines)
+        await dispatcher.reload(read)
+    except (ValueError, OSError) as error:
+        logging.getLogger("fleetpilot.dispatcher").warning("not reloaded, nothing has changed: %s", error)
 
 
 async def _emulated(config: Any) -> tuple[Any, Any]:

@@ -19,16 +19,8 @@ from hypothesis.extra import numpy as hnp
 from scripted import WAIT_S, a_fleet, ask, until
 
 from fleetpilot.dispatcher.config import ServeConfig
-from fleetpilot.dispatcher.decision_log import (
-    BY_POLICY,
-    FILES,
-    Decided,
-    DecisionLog,
-    log_files,
-    read_log,
-    view_fields,
-    view_of,
-)
+from fleetpilot.dispatcher.decision_log import FILES, DecisionLog, log_files, read_log
+from fleetpilot.dispatcher.decisions import BY_POLICY, Decided, view_fields, view_of
 from fleetpilot.dispatcher.emulator import EmulatedFleet
 from fleetpilot.dispatcher.http.client import HttpClient
 from fleetpilot.dispatcher.service import Dispatcher

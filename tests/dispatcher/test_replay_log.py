@@ -15,7 +15,8 @@ from test_decision_log import Leveller, run
 
 from fleetpilot.agents import load_policy
 from fleetpilot.cli import main
-from fleetpilot.dispatcher.decision_log import read_log, view_fields
+from fleetpilot.dispatcher.decision_log import read_log
+from fleetpilot.dispatcher.decisions import view_fields
 from fleetpilot.dispatcher.http.client import HttpClient
 from fleetpilot.dispatcher.replay import replay
 from fleetpilot.fleet.features import KINDS
