@@ -7,13 +7,14 @@ if not __name__.startswith("fleetpilot."):
     raise ImportError("import fleetpilot.cluster, not cluster")
 
 from fleetpilot.cluster.batch import ClusterBatch
-from fleetpilot.cluster.config import Failures, FleetConfig, Rebalancing, Scaling, Telemetry, fleet_of
+from fleetpilot.cluster.config import Failures, FleetConfig, Pools, Rebalancing, Scaling, Telemetry, fleet_of
 from fleetpilot.cluster.simulation import RunLog, simulate, simulate_stream
 
 __all__ = [
     "ClusterBatch",
     "Failures",
     "FleetConfig",
+    "Pools",
     "Rebalancing",
     "RunLog",
     "Scaling",

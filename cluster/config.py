@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
 
 from fleetpilot.fleet.profiles import HardwareProfile
 from fleetpilot.fleet.slo import CHAT, SLOClass
+from fleetpilot.fleet.view import ROLES
 
 REQUEST_CHOICES = ("last", "shortest", "longest", "lowest_priority")
 """Which of a source's decoding requests leaves: the last of the running list, that with the fewest or the most tokens,
@@ -20,6 +21,9 @@ LEAST_INTERVAL_S = 0.001
 """Between two questions about the fleet, or a failure and its repair."""
 _LONGEST_S = 1e9
 _MOST = 2**31 - 1
+
+FIRST_TOKEN_FROM = ("decode", "prefill")
+DECODE_CHOICES = ("at_admission", "after_prefill")
 
 PROTOCOLS = ("llumnix", "vllm")
 """How a running request moves (docs/model.md)."""
@@ -159,6 +163,64 @@ class Failures:
                 raise ValueError(f"at = ({time_s!r}, {instance!r}): expected a time >= 0 and an instance >= 0")
 
 
+@dataclass(frozen=True)
+class Pools:
+    """Instances that only process prompts, and instances that decode what these hand over (docs/model.md).
+
+    Attributes:
+        roles: of each instance: ``prefill``, ``decode``, or ``mixed``, which serves requests from prompt to end and may
+            decode those of others too.
+        first_token_from: ``decode``: the decode instance computes the prompt's last token again and samples, as vLLM's
+            hand-over with NIXL has it; ``prefill``: the first token comes from the prefill (DistServe, Splitwise).
+        decode_choice: ``at_admission``: the policy chooses both instances together; ``after_prefill``: the one that
+            decodes, when the prompt is processed.
+        round_trip_s: of each hand-over, before its KV is copied.
+        bandwidth_bytes_per_s: of the way in and of the way out of an instance, shared by all that is copied over it.
+
+    The default bandwidth is that of llm-d's simulator, 3 microseconds a token of an 8B model over 400 Gb/s.
+    """
+
+    roles: tuple[str, ...]
+    first_token_from: str = "decode"
+    decode_choice: str = "at_admission"
+    round_trip_s: float = 0.001
+    bandwidth_bytes_per_s: float = 43.7e9
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.roles, tuple) and all(role in ROLES for role in self.roles)):
+            raise ValueError(
+                f"roles = {self.roles!r}: expected one of {', '.join(ROLES)} for each instance, in a tuple"
+            )
+        if "prefill" not in self.roles or not set(self.roles) & {"decode", "mixed"}:
+            raise ValueError(f"roles = {self.roles!r}: expected a prefill instance, and one that decodes")
+        _expect(self, "first_token_from", _one_of(*FIRST_TOKEN_FROM))
+        _expect(self, "decode_choice", _one_of(*DECODE_CHOICES))
+        _expect(self, "round_trip_s", _number(0.0, _LONGEST_S))
+        _expect(self, "bandwidth_bytes_per_s", _number(1.0, 1e15))
+
+    def repeated(self, instances: int) -> Pools:
+        """The same for so many instances: the roles from the first on, again and again.
+
+        Raises:
+            ValueError: these are too few for both roles.
+        """
+        return replace(self, roles=tuple(self.roles[i % len(self.roles)] for i in range(instances)))
+
+    def least(self) -> int:
+        """So many of the first instances can prefill and decode."""
+        return 1 + max(
+            next(i for i, role in enumerate(self.roles) if role != without) for without in ("decode", "prefill")
+        )
+
+    @classmethod
+    def of(cls, prefill: int, decode: int, mixed: int = 0, **options: Any) -> Pools:
+        """So many instances of each role, in this order."""
+        for name, count in (("prefill", prefill), ("decode", decode), ("mixed", mixed)):
+            if not _whole(0, _MOST)[1](count):
+                raise ValueError(f"{name} = {count!r}: expected {_whole(0, _MOST)[0]}")
+        return cls(("prefill",) * prefill + ("decode",) * decode + ("mixed",) * mixed, **options)
+
+
 Expectation = tuple[str, Callable[[Any], bool]]
 """In words, and as a test."""
 
@@ -200,6 +262,7 @@ class FleetConfig:
         rebalancing: see `Rebalancing`; None: no request moves.
         scaling: see `Scaling`; None: all instances are ready from start to end.
         failures: see `Failures`; None: no instance fails.
+        pools: see `Pools`; None: all instances are mixed.
     """
 
     profiles: tuple[HardwareProfile, ...]
@@ -210,13 +273,15 @@ class FleetConfig:
     rebalancing: Rebalancing | None = None
     scaling: Scaling | None = None
     failures: Failures | None = None
+    pools: Pools | None = None
 
     def __post_init__(self) -> None:
         if not self.profiles:
             raise ValueError("profiles: got no instance, expected at least one")
         if not self.slo_classes:
             raise ValueError("slo_classes: got none, expected at least one")
-        for name, kind in (("rebalancing", Rebalancing), ("scaling", Scaling), ("failures", Failures)):
+        kinds = (("rebalancing", Rebalancing), ("scaling", Scaling), ("failures", Failures), ("pools", Pools))
+        for name, kind in kinds:
             expectation = (
                 f"a {kind.__name__}, or None",
                 lambda value, kind=kind: value is None or isinstance(value, kind),
@@ -239,6 +304,36 @@ class FleetConfig:
         for _, instance in self.failures.at if self.failures else ():
             if instance >= len(self.profiles):
                 raise ValueError(f"a failure of instance {instance}: expected 0 to {len(self.profiles) - 1}")
+
+        if self.pools is not None:
+            self._check_pools(self.pools)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What each instance does."""
+        return ("mixed",) * len(self.profiles) if self.pools is None else self.pools.roles
+
+    def _check_pools(self, pools: Pools) -> None:
+        if len(pools.roles) != len(self.profiles):
+            raise ValueError(
+                f"pools: got {len(pools.roles)} roles, expected {len(self.profiles)}, one for each instance"
+            )
+        first = self.profiles[0]
+        for profile in dict.fromkeys(self.profiles):
+            if profile.scheduler != "chunked":
+                raise ValueError(f"pools with {profile.name}: expected engines with chunked prefill")
+            for name in ("block_size", "kv_bytes_per_token"):
+                value, expected = getattr(profile, name), getattr(first, name)
+                if value != expected:
+                    raise ValueError(
+                        f"pools: {name} of {profile.name} = {value}: expected {expected}, that of {first.name}, as KV "
+                        "is handed over"
+                    )
+        if self.scaling is not None and self.scaling.ready < pools.least():
+            raise ValueError(
+                f"ready = {self.scaling.ready} with pools: expected {pools.least()} at least, or nobody can "
+                "prefill, or decode"
+            )
 
     @classmethod
     def of(cls, profile: HardwareProfile, instances: int, **options: object) -> FleetConfig:

@@ -21,10 +21,13 @@ def check(state: State, e: int = 0) -> None:
     env = s.env[e]
     places = Counter(_held(s, e))
     places.update(_list(s, env.returned_head))
+    places.update(_list(s, env.prefilled_head))
     for g in range(env.instance0, env.instance0 + env.instances):
         places.update(_list(s, s.instance[g].head))
         places.update(_batch(s, g))
         places.update(_between(s, g))
+        places.update(_pulls(s, g))
+        _check_transfers(s, g)
         _check_blocks(s, g)
         _check_decodes(s, g)
     if env.decision_slot != NIL and s.slot[env.decision_slot].instance == NIL:
@@ -51,6 +54,37 @@ def _between(s: State, g: int) -> list[int]:
     inst = s.instance[g]
     stopped = inst.migration == g and s.migration[g].phase == HANDING_OVER
     return [*([int(s.migration[g].slot)] if stopped else []), *_list(s, inst.incoming)]
+
+
+def _pulls(s: State, g: int) -> list[int]:
+    """Requests whose KV the instance pulls, or has pulled and that are not in its batch."""
+    slot0 = s.env[s.instance[g].env].slot0
+    pulled = []
+    index = int(s.instance[g].transfers)
+    while index != NIL:
+        pulled += [index] if index >= slot0 else []
+        index = int(s.transfer[index].next)
+    return [*pulled, *_list(s, s.instance[g].pulled)]
+
+
+def _exports(s: State, g: int) -> list[int]:
+    """Requests whose KV the instance holds until another one has pulled it."""
+    env = s.env[s.instance[g].env]
+    if env.pools == 0:
+        return []
+    slots = range(env.slot0, env.slot0 + env.used_slots)
+    return [i for i in slots if s.slot[i].row != NIL and s.transfer[i].source == g]
+
+
+def _check_transfers(s: State, g: int) -> None:
+    inst = s.instance[g]
+    assert len(_pulls(s, g)) == inst.pulls, f"instance {g}: pulls {_pulls(s, g)}, counted {inst.pulls}"
+    assert len(_exports(s, g)) == inst.exports, f"instance {g}: exports {_exports(s, g)}, counted {inst.exports}"
+    if s.env[inst.env].pools != 0:
+        remote = sum(s.transfer[index].source != NIL for index in _list(s, inst.head))
+        assert remote == inst.remote, (
+            f"instance {g}: {remote} waiting requests with KV elsewhere, counted {inst.remote}"
+        )
 
 
 def _copied_blocks(s: State, g: int) -> int:
@@ -101,6 +135,8 @@ def _check_blocks(s: State, g: int) -> None:
             continue  # it holds nothing any more
         private += -(-(int(slot.prompt_tokens + slot.generated) - 1) // int(engine.block_size)) - int(slot.node_blocks)
     private += int(inst.reserved_blocks) + _copied_blocks(s, g)
+    private += sum(int(s.slot[index].held_blocks - s.slot[index].node_blocks) for index in _pulls(s, g))
+    private += sum(int(s.transfer[index].held_blocks - s.transfer[index].node_blocks) for index in _exports(s, g))
     total = int(inst.free_blocks) + unpinned + pinned + private
     assert inst.free_blocks >= 0, f"instance {g}: {inst.free_blocks} free blocks"
     assert total == engine.kv_blocks, (

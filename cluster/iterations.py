@@ -93,7 +93,7 @@ def interrupt(s: Any, env: Any, g: int, time_s: float) -> None:
     record_polls(s, inst, engine, env, time_s)
     next_at(s, g).streamed_until_s = -1.0
     if inst.doing == IDLE:
-        if inst.waiting > 0 or inst.incoming != NIL:
+        if inst.waiting > 0 or inst.incoming != NIL or inst.pulled != NIL:
             next_at(s, g).time_s = min(next_at(s, g).time_s, time_s)
     elif inst.doing == DECODE and inst.planned - inst.steps > 1:
         steps = steps_before(inst, engine, time_s) - inst.steps

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpilot.cluster import heap, lifecycle, migration
+from fleetpilot.cluster import handover, heap, lifecycle, migration
 from fleetpilot.cluster.iterations import account, record_load
 from fleetpilot.cluster.kv_cache import available_blocks, release, steps_that_fit
 from fleetpilot.cluster.memory import (
@@ -16,23 +16,31 @@ from fleetpilot.cluster.memory import (
     deadline_heap,
     engine_at,
     env_at,
-    indexed_array,
     instance_at,
     itl_at,
     migration_at,
     next_at,
-    node_array,
     prefetch,
     released_at,
     released_heap,
     row_at,
     slot_at,
     target_at,
+    transfer_at,
     view_fleet_at,
     view_instance_at,
 )
 from fleetpilot.cluster.requests import count_unstarted, fail_request, free_slot, log_request, take_slot
-from fleetpilot.cluster.scheduler import all_preempted, decoding, enqueue, join_decodes, leave_decodes, move, schedule
+from fleetpilot.cluster.scheduler import (
+    all_preempted,
+    decoding,
+    enqueue,
+    join_decodes,
+    leave_decodes,
+    move,
+    remove,
+    schedule,
+)
 from fleetpilot.cluster.state import (
     CUT,
     DECODE,
@@ -48,22 +56,36 @@ from fleetpilot.cluster.state import (
     NEVER,
     NIL,
     STUCK,
+    UNDECIDED,
 )
 from fleetpilot.cluster.telemetry import (
     clock_s,
     fill_view,
     itl_bin,
     record_polls,
+    remember_prefix,
     sample,
     step_end_s,
     steps_before,
 )
 from fleetpilot.cluster.unstarted import enter_unstarted, leave_unstarted
-from fleetpilot.fleet import ledger, prefix_index
+from fleetpilot.fleet import ledger
 from fleetpilot.fleet.cost_model import base_time_s
 from fleetpilot.fleet.jit import inlined, kernel
 from fleetpilot.fleet.policy import random_unit
-from fleetpilot.fleet.view import KIND_DESTINATION, KIND_DISPATCH, KIND_SCALE, KIND_SOURCE, STATE_DRAINING, STATE_READY
+from fleetpilot.fleet.view import (
+    KIND_DECODE,
+    KIND_DESTINATION,
+    KIND_DISPATCH,
+    KIND_PREFILL,
+    KIND_SCALE,
+    KIND_SOURCE,
+    ROLE_DECODE,
+    ROLE_MIXED,
+    ROLE_PREFILL,
+    STATE_DRAINING,
+    STATE_READY,
+)
 
 _SPARE_TARGETS = 16
 """Targets that cannot be missed any more are forgotten once there are so many more of them than of those that can."""
@@ -141,13 +163,38 @@ def _end_prefill(s: Any, env: Any, g: int, time_s: float) -> None:
         following = slot.next
         slot.computed_tokens += slot.chunk_tokens
         if slot.computed_tokens == slot.prefill_tokens:
-            _sample_token(s, env, g, slot, time_s)
             position = inst.in_batch - 1
             while batch_at(s, inst.batch0 + position).slot != index:
                 position -= 1
-            join_decodes(s, inst, engine, position, time_s)
+            if env.pools != 0 and _decodes_elsewhere(s, env, slot, index):
+                _leave_after_prefill(s, env, g, index, position, time_s)
+            else:
+                _sample_token(s, env, g, slot, time_s)
+                join_decodes(s, inst, engine, position, time_s)
         index = following
     inst.prefilling = NIL
+
+
+@inlined
+def _decodes_elsewhere(s: Any, env: Any, slot: Any, index: int) -> bool:
+    """Whether the request, whose prefill is done, goes to another instance; not where its last token is sampled now."""
+    if env.first_token_from_prefill != 0 and slot.generated + 1 == slot.output_tokens:
+        handover.stay(s, index)
+    return transfer_at(s, index).decode_instance != NIL  # type: ignore[no-any-return]
+
+
+@kernel
+def _leave_after_prefill(s: Any, env: Any, g: int, index: int, position: int, time_s: float) -> None:
+    """The request leaves the batch, to be decoded by another instance."""
+    inst, slot = instance_at(s, g), slot_at(s, index)
+    remove(s, inst, position)
+    inst.changed = 1
+    if env.first_token_from_prefill != 0:
+        _sample_token(s, env, g, slot, time_s)
+        slot.joined_s = time_s
+    handover.end_prefill(s, env, g, index, time_s)
+    if env.held > 0:
+        env.next_hold_s = time_s
 
 
 @inlined
@@ -291,7 +338,7 @@ def _first_boundary(s: Any, env: Any) -> int:
 def _run_instances(s: Any, e: int, until_s: float) -> bool:
     """Boundaries before `until_s`. False if a completion may have brought the next arrival or hold retry forward."""
     env = env_at(s, e)
-    coupled = env.closed_loop != 0 or env.held != 0 or env.stopping != 0
+    coupled = env.closed_loop != 0 or env.held != 0 or env.stopping != 0 or env.pools != 0
     stopping = env.stopping
     active = env.active
     g = env.instance0
@@ -306,7 +353,9 @@ def _run_instances(s: Any, e: int, until_s: float) -> bool:
             return True
         time_s = next_at(s, g).time_s
         boundary(s, e, g, time_s)
-        if coupled and (env.active != active or env.stopping != stopping):
+        if coupled and (
+            env.active != active or env.stopping != stopping or env.prefilled_head != NIL or env.next_event_s < until_s
+        ):
             env.completion_s = time_s
             env.completion_instance = g
             return False
@@ -380,6 +429,12 @@ def arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     slot.started = 0
     slot.sat_out = 0
     slot.missed = 0
+    if env.pools != 0:
+        transfer = transfer_at(s, index)
+        transfer.source = NIL
+        transfer.decode_instance = NIL
+        transfer.prefill_instance = NIL
+        transfer.handover_s = 0.0
     target = target_at(s, env.target0 + slot.slo_class)
     slot.ttft_target_s = target.ttft_s + target.ttft_s_per_token * row.prompt_tokens
     slot.tpot_target_s = target.tpot_s
@@ -397,8 +452,8 @@ def arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
 def _ask_for_dispatch(s: Any, e: int, index: int, held: int, time_s: float) -> bool:
     """Ask where the request goes; where no instance is ready it is held, or fails, and nobody is asked: False."""
     env = env_at(s, e)
-    if env.ready > 0:
-        _ask(s, e, KIND_DISPATCH, index, held, time_s)
+    if env.ready_to_prefill > 0 and env.ready_to_decode > 0:
+        _ask(s, e, KIND_DISPATCH if env.pools == 0 else KIND_PREFILL, index, held, time_s)
         return True
     env.time_s = time_s
     env.decision_slot = index
@@ -414,6 +469,27 @@ def _ask_for_dispatch(s: Any, e: int, index: int, held: int, time_s: float) -> b
 
 
 @kernel
+def _ask_for_decode(s: Any, e: int) -> bool:
+    """The first request whose prefill is done goes on; True if the policy is to say where."""
+    env = env_at(s, e)
+    env.time_s = env.completion_s
+    index = env.prefilled_head
+    if not handover.undecided(s, env, index):
+        env.prefilled_head = slot_at(s, index).next
+        handover.deliver(s, env, index, transfer_at(s, index).decode_instance)
+        return False
+    if env.ready_to_decode == 0:
+        env.prefilled_head = slot_at(s, index).next
+        transfer_at(s, index).decode_instance = NIL
+        source = handover.let_go(s, env, index, env.time_s)
+        lifecycle.leave_if_drained(s, env, source, env.time_s)
+        lifecycle.come_back(s, env, index)
+        return False
+    _ask(s, e, KIND_DECODE, index, 0, env.time_s)
+    return True
+
+
+@kernel
 def _ask(s: Any, e: int, kind: int, index: int, held: int, time_s: float) -> None:
     env = env_at(s, e)
     env.time_s = time_s
@@ -421,7 +497,7 @@ def _ask(s: Any, e: int, kind: int, index: int, held: int, time_s: float) -> Non
     env.decision_slot = index
     env.decision_held = held
     _pass_targets(s, env, time_s)
-    if env.candidates_kind != kind:
+    if env.candidates_kind != kind or kind == KIND_DECODE:
         _find_candidates(s, env, kind)
     fill_view(s, e)
     env.asked += 1
@@ -432,10 +508,17 @@ def _find_candidates(s: Any, env: Any, kind: int) -> int:
     """Say in the view whom the decision may choose; returns how many. It holds until an instance's state changes."""
     ready, present = lifecycle.count_serving(s, env)
     candidates = 0
+    origin = env.source if kind == KIND_DESTINATION else NIL
+    if kind == KIND_DECODE:
+        origin = env.prefill_choice if env.prefill_choice != NIL else transfer_at(s, env.decision_slot).source
     for g in range(env.instance0, env.instance0 + env.instances):
         inst, view = instance_at(s, g), view_instance_at(s, g)
         candidate = inst.life == STATE_READY
-        if kind == KIND_SOURCE:
+        if kind == KIND_PREFILL:
+            candidate = candidate and inst.role != ROLE_DECODE
+        elif kind == KIND_DECODE:
+            candidate = candidate and inst.role != ROLE_PREFILL
+        elif kind == KIND_SOURCE:
             candidate = migration.may_be_source(s, env, g)
         elif kind == KIND_DESTINATION:
             candidate = migration.may_be_destination(s, env, g)
@@ -444,6 +527,7 @@ def _find_candidates(s: Any, env: Any, kind: int) -> int:
         view.candidate = 1 if candidate else 0
         view.state = inst.life
         view.migrating = 1 if inst.migration != NIL else 0
+        view.origin = 1 if g == origin else 0
         candidates += view.candidate
     env.candidates_kind = kind
     return candidates
@@ -489,6 +573,13 @@ def advance(s: Any, e: int) -> int:
             return NEED_FLUSH
         if counts_at(s, 0).migrations + env.instances > counts_at(s, 0).migrations_size > 0:
             return NEED_FLUSH
+        if env.prefill_choice != NIL:
+            _ask(s, e, KIND_DECODE, env.decision_slot, env.decision_held, env.time_s)
+            return NEED_DECISION
+        if env.prefilled_head != NIL:
+            if _ask_for_decode(s, e):
+                return NEED_DECISION
+            continue
         if env.returned_head != NIL:
             index = env.returned_head
             env.returned_head = slot_at(s, index).next
@@ -628,7 +719,7 @@ def apply(s: Any, e: int, choice: int) -> None:
     legal = 0 <= choice < env.instances
     if legal:
         legal = view_instance_at(s, env.instance0 + choice).candidate != 0
-    if env.decision_kind != KIND_DISPATCH:
+    if env.decision_kind >= KIND_SOURCE:
         if not legal and choice != NIL:
             env.invalid += 1
         _apply_to_fleet(s, e, env.instance0 + choice if legal else NIL)
@@ -638,14 +729,41 @@ def apply(s: Any, e: int, choice: int) -> None:
         if choice != NIL or not may_hold:
             env.invalid += 1
         if may_hold:
+            env.prefill_choice = NIL
             _hold(s, env)
             return
         env.forced += 1
         choice = _least_loaded(s, env)
+    g = env.instance0 + choice
+    if env.pools != 0:
+        g = _choose_in_pools(s, env, env.decision_slot, g)
+        if g == NIL:
+            return
     if env.decision_held != 0:
         _unhold(s, env)
     env.decisions += 1
-    _dispatch(s, env, env.decision_slot, env.instance0 + choice)
+    _dispatch(s, env, env.decision_slot, g)
+
+
+@kernel
+def _choose_in_pools(s: Any, env: Any, index: int, g: int) -> int:
+    """The answer to a PREFILL or a DECODE. Returns where the request is dispatched to now, or NIL."""
+    if env.decision_kind == KIND_PREFILL:
+        elsewhere = instance_at(s, g).role != ROLE_MIXED
+        transfer_at(s, index).decode_instance = UNDECIDED if elsewhere else NIL
+        if elsewhere and env.decode_after_prefill == 0:
+            env.prefill_choice = g
+            return NIL
+        return g
+    env.decode_decisions += 1
+    if env.prefill_choice == NIL:
+        env.prefilled_head = slot_at(s, index).next
+        handover.deliver(s, env, index, g)
+        return NIL
+    handover.commit(s, env, index, g)
+    prefill = env.prefill_choice
+    env.prefill_choice = NIL
+    return prefill  # type: ignore[no-any-return]
 
 
 @kernel
@@ -709,23 +827,10 @@ def _apply_to_fleet(s: Any, e: int, g: int) -> None:
 @inlined
 def _dispatch(s: Any, env: Any, index: int, g: int) -> None:
     """The request goes to the instance now."""
-    inst = instance_at(s, g)
-    view = view_instance_at(s, g)
     slot = slot_at(s, index)
     env.held_s += env.time_s - slot.due_s
-    slot.indexed_match_tokens = view.matched_tokens
-    sequence = slot.own_node if slot.own_node >= 0 else slot.prefix_node
-    if sequence >= 0:
-        prefix_index.insert(
-            inst,
-            view,
-            indexed_array(s, inst.residency0 + env.nodes),
-            inst.residency0,
-            node_array(s, inst.node0 + env.nodes),
-            inst.node0,
-            sequence,
-            engine_at(s, g).index_tokens,
-        )
+    slot.indexed_match_tokens = view_instance_at(s, g).matched_tokens
+    remember_prefix(s, env, slot, g)
     join_queue(s, env, index, g)
 
 
@@ -742,7 +847,10 @@ def join_queue(s: Any, env: Any, index: int, g: int) -> None:
     inst.dispatched += 1
     prompt_tokens = slot.prompt_tokens + slot.restart_tokens
     matched_tokens = slot.indexed_match_tokens
-    ledger.on_dispatch(view, prompt_tokens, slot.predicted_output_tokens, matched_tokens, slot.priority)
+    output_tokens = slot.predicted_output_tokens
+    if env.pools != 0 and transfer_at(s, index).decode_instance != NIL:
+        output_tokens = 0.0
+    ledger.on_dispatch(view, prompt_tokens, output_tokens, matched_tokens, slot.priority)
     enter_unstarted(s, inst, view, index)
     enqueue(s, inst, engine, index, False)
     if inst.doing == IDLE:
@@ -785,6 +893,12 @@ def cut(s: Any, e: int) -> None:
         if inst.migration == g and migration_at(s, g).phase == HANDING_OVER:
             log_request(s, env, migration_at(s, g).slot, CUT, np.nan)
         _cut_list(s, env, inst.incoming)
+        _cut_list(s, env, inst.pulled)
+        pull = inst.transfers
+        while pull != NIL:
+            if pull >= env.slot0:
+                log_request(s, env, pull, CUT, np.nan)
+            pull = transfer_at(s, pull).next
         _cut_list(s, env, inst.head)
     if env.held > 0:
         _cut_list(s, env, env.held_head)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fleetpilot.cluster import handover, links
 from fleetpilot.cluster import migration as moves
 from fleetpilot.cluster.iterations import interrupt
 from fleetpilot.cluster.memory import (
@@ -20,9 +21,10 @@ from fleetpilot.cluster.memory import (
     residency_at,
     residue_at,
     slot_at,
+    transfer_at,
     view_instance_at,
 )
-from fleetpilot.cluster.requests import fail_request
+from fleetpilot.cluster.requests import fail_request, leave_ledger
 from fleetpilot.cluster.scheduler import leave_decodes
 from fleetpilot.cluster.state import (
     DESTINATION_DIED,
@@ -33,11 +35,17 @@ from fleetpilot.cluster.state import (
     PROTOCOL_VLLM,
     SOURCE_DIED,
 )
-from fleetpilot.cluster.unstarted import leave_unstarted
-from fleetpilot.fleet import ledger
 from fleetpilot.fleet.jit import inlined, kernel
 from fleetpilot.fleet.policy import random_unit
-from fleetpilot.fleet.view import STATE_ABSENT, STATE_DRAINING, STATE_FAILED, STATE_READY, STATE_STARTING
+from fleetpilot.fleet.view import (
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    STATE_ABSENT,
+    STATE_DRAINING,
+    STATE_FAILED,
+    STATE_READY,
+    STATE_STARTING,
+)
 
 _FAILURE_STREAM = 3_000_000_019
 """Keys of the draws of failures, apart from all others."""
@@ -46,7 +54,9 @@ _FAILURE_STREAM = 3_000_000_019
 @inlined
 def _live(env: Any, inst: Any, life: int, due_s: float) -> None:
     """From now on."""
-    env.ready += (1 if life == STATE_READY else 0) - (1 if inst.life == STATE_READY else 0)
+    change = (1 if life == STATE_READY else 0) - (1 if inst.life == STATE_READY else 0)
+    env.ready_to_prefill += change if inst.role != ROLE_DECODE else 0
+    env.ready_to_decode += change if inst.role != ROLE_PREFILL else 0
     inst.life = life
     inst.due_s = due_s
     env.candidates_kind = NIL
@@ -86,10 +96,12 @@ def may_scale(s: Any, env: Any, g: int, ready: int, present: int) -> bool:
     if inst.life == STATE_DRAINING:
         return True
     if inst.life == STATE_READY:
-        return ready > env.min_instances  # type: ignore[no-any-return]
+        last = inst.role != ROLE_DECODE and env.ready_to_prefill == 1
+        last = last or (inst.role != ROLE_PREFILL and env.ready_to_decode == 1)
+        return ready > env.min_instances and not last  # type: ignore[no-any-return]
     if inst.life != STATE_ABSENT or present >= env.max_instances:
         return False
-    for other in range(env.instance0, g):  # one for each profile
+    for other in range(env.instance0, g):  # one for each profile and role
         same = engine_at(s, other).profile == engine_at(s, g).profile
         if same and instance_at(s, other).life == STATE_ABSENT and _may_change(env, instance_at(s, other)):
             return False
@@ -117,6 +129,7 @@ def leave_if_drained(s: Any, env: Any, g: int, time_s: float) -> None:
     """A draining instance that has nothing more to do is absent, but for one that waits for its failure."""
     inst = instance_at(s, g)
     busy = inst.in_batch > 0 or inst.waiting > 0 or inst.incoming != NIL or inst.migration != NIL
+    busy = busy or inst.exports > 0 or inst.pulls > 0
     if inst.life == STATE_DRAINING and inst.notices == 0 and not busy:
         _forget(s, env, g, time_s)
         _live(env, inst, STATE_ABSENT, np.inf)
@@ -155,6 +168,10 @@ def _forget(s: Any, env: Any, g: int, time_s: float) -> None:
     inst.waiting = 0
     inst.waiting_blocks = 0
     inst.incoming = NIL
+    inst.exports = 0
+    inst.remote = 0
+    inst.pulls = 0
+    inst.pulled = NIL
     inst.preempted_waiting = 0
     inst.scheduled.free_blocks = engine.kv_blocks
     inst.scheduled.waiting_blocks = 0
@@ -178,21 +195,16 @@ def _forget(s: Any, env: Any, g: int, time_s: float) -> None:
 @kernel
 def send_back(s: Any, env: Any, index: int) -> None:
     """A request loses its instance and waits to be asked for again."""
+    if env.pools != 0:
+        handover.stay(s, index)
+    leave_ledger(s, index, slot_at(s, index).predicted_output_tokens)
+    come_back(s, env, index)
+
+
+@kernel
+def come_back(s: Any, env: Any, index: int) -> None:
+    """A request that no instance has any more waits to be asked for again."""
     slot = slot_at(s, index)
-    inst, view = instance_at(s, slot.instance), view_instance_at(s, slot.instance)
-    streamed_tokens = 0 if slot.unstarted != 0 else slot.generated - slot.restart_tokens
-    ledger.on_end(
-        view,
-        slot.prompt_tokens + slot.restart_tokens,
-        slot.predicted_output_tokens,
-        slot.indexed_match_tokens,
-        streamed_tokens,
-        slot.priority,
-    )
-    inst.streamed_tokens -= streamed_tokens
-    if slot.unstarted != 0:
-        leave_unstarted(s, inst, view, slot)
-    ledger.stock_load(view)
     slot.instance = NIL
     slot.prefill_tokens = slot.prompt_tokens + slot.generated
     slot.restart_tokens = slot.generated
@@ -256,12 +268,70 @@ def _clear(s: Any, env: Any, g: int, time_s: float) -> None:
         following = slot_at(s, index).next
         send_back(s, env, index)
         index = following
+    if env.pools != 0:
+        _clear_pulls(s, env, g, time_s)
     index = inst.head
     while index != NIL:
         following = slot_at(s, index).next
         send_back(s, env, index)
         index = following
+    if env.pools != 0:
+        _lose_exports(s, env, g, time_s)
     _forget(s, env, g, time_s)
+
+
+@kernel
+def _clear_pulls(s: Any, env: Any, g: int, time_s: float) -> None:
+    """Requests whose KV the instance has pulled, or pulls, go back; those that wait for that hold nothing elsewhere."""
+    inst = instance_at(s, g)
+    index = inst.pulled
+    while index != NIL:
+        following = slot_at(s, index).next
+        send_back(s, env, index)
+        index = following
+    index = handover.first_pull(s, env, g)
+    while index != NIL:
+        links.end(s, env, index, time_s)
+        leave_if_drained(s, env, handover.let_go(s, env, index, time_s), time_s)
+        send_back(s, env, index)
+        index = handover.first_pull(s, env, g)
+    index = inst.head
+    while index != NIL:
+        if transfer_at(s, index).source != NIL:
+            leave_if_drained(s, env, handover.let_go(s, env, index, time_s), time_s)
+        index = slot_at(s, index).next
+
+
+@kernel
+def _lose_exports(s: Any, env: Any, g: int, time_s: float) -> None:
+    """Requests whose KV was on the instance alone go back from where they wait for it."""
+    for other in range(env.instance0, env.instance0 + env.instances):
+        if other == g:
+            continue
+        inst = instance_at(s, other)
+        index = handover.first_pull(s, env, other)
+        while index != NIL:
+            following = transfer_at(s, index).next
+            if index >= env.slot0 and transfer_at(s, index).source == g:
+                handover.stop_pull(s, env, other, index, time_s)
+                _lose_export(s, env, index)
+            index = following
+        index = inst.head
+        while index != NIL:
+            following = slot_at(s, index).next
+            if transfer_at(s, index).source == g:
+                interrupt(s, env, other, time_s)
+                moves.leave_queue(s, other, index)
+                inst.remote -= 1
+                _lose_export(s, env, index)
+            index = following
+        leave_if_drained(s, env, other, time_s)
+
+
+@kernel
+def _lose_export(s: Any, env: Any, index: int) -> None:
+    transfer_at(s, index).source = NIL
+    send_back(s, env, index)
 
 
 @kernel
@@ -313,11 +383,28 @@ def next_event_s(s: Any, env: Any) -> float:
         time_s = min(time_s, min(inst.due_s, inst.fail_s))
         if inst.migration == g:
             time_s = min(time_s, migration_at(s, g).end_s)
+        if inst.transfers != NIL:
+            time_s = min(time_s, links.next_end_s(s, env, g))
     if env.next_announcement < env.failures:
         time_s = min(time_s, failure_at(s, env.failure0 + env.next_announcement).announced_s)
     if env.next_failure < env.failures:
         time_s = min(time_s, failure_at(s, env.failure0 + env.next_failure).time_s)
     return time_s  # type: ignore[no-any-return]
+
+
+@kernel
+def _end_pulls(s: Any, env: Any, time_s: float) -> None:
+    """Requests whose KV has come by now, by instance: each of them may bring the end of another forward."""
+    g = env.instance0
+    while g < env.instance0 + env.instances:
+        index = instance_at(s, g).transfers
+        while index != NIL and (index < env.slot0 or transfer_at(s, index).end_s > time_s):
+            index = transfer_at(s, index).next
+        if index == NIL:
+            g += 1
+        else:
+            leave_if_drained(s, env, handover.end_pull(s, env, g, index, time_s), time_s)
+            g = env.instance0
 
 
 @kernel
@@ -358,4 +445,6 @@ def handle_events(s: Any, e: int, time_s: float) -> None:
             moves.end_stage(s, env, g, time_s)
             leave_if_drained(s, env, g, time_s)
             leave_if_drained(s, env, destination, time_s)
+    if env.pools != 0:
+        _end_pulls(s, env, time_s)
     env.next_event_s = next_event_s(s, env)

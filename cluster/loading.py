@@ -24,7 +24,17 @@ from fleetpilot.cluster.state import (
 )
 from fleetpilot.fleet.jit import kernel
 from fleetpilot.fleet.profiles import HardwareProfile
-from fleetpilot.fleet.view import INSTANCE_VIEW, KIND_DISPATCH, KIND_SCALE, KIND_SOURCE, STATE_ABSENT, STATE_READY
+from fleetpilot.fleet.view import (
+    INSTANCE_VIEW,
+    KIND_DECODE,
+    KIND_DISPATCH,
+    KIND_PREFILL,
+    KIND_SCALE,
+    KIND_SOURCE,
+    ROLES,
+    STATE_ABSENT,
+    STATE_READY,
+)
 from fleetpilot.workloads.table import RequestTable
 
 
@@ -199,6 +209,7 @@ def capacity_for(
         closed_rows=closed_rows,
         classes=max(len(fleet.slo_classes) for fleet in fleets),
         failures=max(len(fleet.failures.at) if fleet.failures else 0 for fleet in fleets),
+        pools=any(fleet.pools is not None for fleet in fleets),
         **sizes,  # type: ignore[arg-type]
     )
 
@@ -218,6 +229,8 @@ def _idle_instance() -> NDArray[np.void]:
         "index_tail",
         "migration",
         "incoming",
+        "pulled",
+        "transfers",
         "source_tick",
         "scale_tick",
     ):
@@ -243,8 +256,9 @@ def load_fleet(
     if engines is None:
         engines = np.array([engine_record(p) for p in fleet.profiles])
     _plain(state.engine)[these] = _plain(engines)
-    numbers = {profile: number for number, profile in enumerate(dict.fromkeys(fleet.profiles))}
-    state.engine["profile"][these] = [numbers[profile] for profile in fleet.profiles]
+    kinds = tuple(zip(fleet.profiles, fleet.roles, strict=True))
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    state.engine["profile"][these] = [numbers[kind] for kind in kinds]
     instance = state.instance[these]
     _plain(instance)[...] = _IDLE
     instance["env"] = e
@@ -269,6 +283,9 @@ def load_fleet(
     for i, profile in enumerate(fleet.profiles):
         _plain(views)[i] = _static_view(profile)
     views["slot"][:n] = np.arange(n)
+    if size.pools:
+        instance["role"] = views["role"][:n] = [ROLES.index(role) for role in fleet.roles]
+        state.transfer["source"][these] = NIL
 
 
 def load_env(
@@ -286,7 +303,9 @@ def load_env(
     _clear(state.env[e : e + 1])
     env = state.env[e]
     env["instances"] = len(fleet.profiles)
-    env["ready"] = len(fleet.profiles) if fleet.scaling is None else fleet.scaling.ready
+    ready = fleet.roles if fleet.scaling is None else fleet.roles[: fleet.scaling.ready]
+    env["ready_to_prefill"] = sum(role != "decode" for role in ready)
+    env["ready_to_decode"] = sum(role != "prefill" for role in ready)
     env["instance0"] = e * size.instances
     env["row0"] = e * size.rows
     env["slot0"] = size.environments * size.instances + e * size.slots
@@ -296,7 +315,7 @@ def load_env(
     env["deadline0"] = e * size.rows
     env["target0"] = e * size.classes
     env["next_hold_s"] = np.inf
-    for name in ("decision_slot", "candidates_kind", "returned_head", "source"):
+    for name in ("decision_slot", "candidates_kind", "returned_head", "source", "prefill_choice", "prefilled_head"):
         env[name] = NIL
     env["completion_s"] = -1.0
     env["seed"] = np.uint64(seed)
@@ -316,6 +335,7 @@ def load_env(
     env["free_slot"] = NIL
     _load_moves(env, fleet, kinds)
     _load_scaling(env, fleet, kinds)
+    _load_pools(env, fleet, kinds)
     env["failure0"] = e * size.failures
     failures = Failures() if fleet.failures is None else fleet.failures
     given = [(time_s, max(0.0, time_s - failures.notice_s), instance) for time_s, instance in sorted(failures.at)]
@@ -354,6 +374,19 @@ def _load_scaling(env: np.void, fleet: FleetConfig, kinds: Collection[int]) -> N
     env["scale_interval_s"] = scaling.interval_s
     for name in ("min_instances", "start_up_s", "drain_deadline_s"):
         env[name] = getattr(scaling, name)
+
+
+def _load_pools(env: np.void, fleet: FleetConfig, kinds: Collection[int]) -> None:
+    """How requests go from prefill to decode."""
+    if fleet.pools is None:
+        return
+    env["pools"] = 1
+    env["knows_prefill"] = KIND_PREFILL in kinds
+    env["knows_decode"] = KIND_DECODE in kinds
+    env["first_token_from_prefill"] = fleet.pools.first_token_from == "prefill"
+    env["decode_after_prefill"] = fleet.pools.decode_choice == "after_prefill"
+    env["pull_round_trip_s"] = fleet.pools.round_trip_s
+    env["pull_bandwidth_bytes_per_s"] = fleet.pools.bandwidth_bytes_per_s
 
 
 def load_table(state: State, size: Capacity, e: int, table: RequestTable) -> None:

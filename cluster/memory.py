@@ -133,6 +133,7 @@ counts_at = _accessor("counts")
 migration_at = _accessor("migration")
 migration_log_at = _accessor("migration_log")
 failure_at = _accessor("failure")
+transfer_at = _accessor("transfer")
 itl_at = _accessor("itl")
 
 released_heap = _whole("released")

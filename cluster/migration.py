@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpilot.cluster import prefix_cache, stock_migration
+from fleetpilot.cluster import links, prefix_cache, stock_migration
 from fleetpilot.cluster.iterations import interrupt
 from fleetpilot.cluster.kv_cache import available_blocks, blocks_for, release, take
 from fleetpilot.cluster.memory import (
@@ -19,6 +19,7 @@ from fleetpilot.cluster.memory import (
     migration_log_at,
     next_at,
     slot_at,
+    transfer_at,
     view_instance_at,
 )
 from fleetpilot.cluster.scheduler import (
@@ -51,7 +52,7 @@ from fleetpilot.cluster.state import (
 from fleetpilot.cluster.unstarted import enter_unstarted, leave_unstarted
 from fleetpilot.fleet import ledger
 from fleetpilot.fleet.jit import inlined, kernel
-from fleetpilot.fleet.view import STATE_DRAINING, STATE_READY
+from fleetpilot.fleet.view import ROLE_PREFILL, STATE_DRAINING, STATE_READY
 
 LAST, SHORTEST, LONGEST, LOWEST_PRIORITY = range(4)
 """Which request leaves a source: `cluster.config.REQUEST_CHOICES`."""
@@ -98,6 +99,8 @@ def may_be_source(s: Any, env: Any, g: int) -> bool:
     serving = inst.life == STATE_READY or inst.life == STATE_DRAINING
     if not serving or inst.migration != NIL or inst.source_tick == env.rebalance_tick:
         return False
+    if env.pools != 0:
+        return inst.decodes > 0  # type: ignore[no-any-return]
     return inst.decodes > 0 or (inst.life == STATE_DRAINING and inst.tail != NIL)  # type: ignore[no-any-return]
 
 
@@ -107,7 +110,8 @@ def may_be_destination(s: Any, env: Any, g: int) -> bool:
     inst = instance_at(s, g)
     here, there = engine_at(s, env.source), engine_at(s, g)
     same = here.block_size == there.block_size and here.kv_bytes_per_block == there.kv_bytes_per_block
-    return inst.life == STATE_READY and inst.migration == NIL and g != env.source and same  # type: ignore[no-any-return]
+    free = inst.life == STATE_READY and inst.migration == NIL and g != env.source
+    return free and same and inst.role != ROLE_PREFILL  # type: ignore[no-any-return]
 
 
 @inlined
@@ -131,6 +135,17 @@ def _copy(s: Any, env: Any, g: int, blocks: int, time_s: float) -> None:
     migration.sent_blocks += blocks
     copied_bytes = blocks * engine.kv_bytes_per_block
     migration.end_s = time_s + (env.round_trip_s + copied_bytes / env.bandwidth_bytes_per_s)
+    if env.pools != 0:
+        ends = (g, migration.destination)
+        links.begin(s, env, g, ends, env.round_trip_s, copied_bytes, env.bandwidth_bytes_per_s, time_s)
+
+
+@inlined
+def _end_copy(s: Any, env: Any, g: int, time_s: float) -> None:
+    """The stage is copied, or not wanted any more."""
+    if env.pools != 0 and transfer_at(s, g).source != NIL:
+        links.end(s, env, g, time_s)
+        transfer_at(s, g).source = NIL
 
 
 @inlined
@@ -273,6 +288,7 @@ def move_in_ledger(s: Any, env: Any, index: int, destination: int) -> None:
 @kernel
 def end_stage(s: Any, env: Any, g: int, time_s: float) -> None:
     """What was being copied from `g` is there."""
+    _end_copy(s, env, g, time_s)
     migration = migration_at(s, g)
     migration.copied_blocks += migration.stage_blocks
     migration.stage_blocks = 0
@@ -401,6 +417,7 @@ def abort(s: Any, env: Any, g: int, outcome: int, time_s: float) -> None:
     """Both sides are brought to the present already; the destination forgets what it holds for the request."""
     migration = migration_at(s, g)
     inst, other = instance_at(s, g), instance_at(s, migration.destination)
+    _end_copy(s, env, g, time_s)
     if inst.stopping != 0:
         inst.stopping = 0
         env.stopping -= 1

@@ -1,4 +1,4 @@
-"""The end of a request: it is logged and its slot is free again."""
+"""What befalls requests: their ends, above all, where they are logged and their slots are free again."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from fleetpilot.cluster.memory import counts_at, log_at, slot_at
+from fleetpilot.cluster.memory import counts_at, instance_at, log_at, slot_at, transfer_at, view_instance_at
 from fleetpilot.cluster.state import FAILED, NIL
+from fleetpilot.cluster.unstarted import leave_unstarted
+from fleetpilot.fleet import ledger
 from fleetpilot.fleet.jit import inlined, kernel
 
 
@@ -20,6 +22,26 @@ def count_unstarted(env: Any, change: int, time_s: float) -> None:
     env.unstarted_area_s += env.unstarted * (time_s - env.unstarted_since_s)
     env.unstarted_since_s = time_s
     env.unstarted += change
+
+
+@kernel
+def leave_ledger(s: Any, index: int, predicted_output_tokens: float) -> None:
+    """The dispatcher's account of the request's instance, which counts so many tokens to come, forgets the request."""
+    slot = slot_at(s, index)
+    inst, view = instance_at(s, slot.instance), view_instance_at(s, slot.instance)
+    streamed_tokens = 0 if slot.unstarted != 0 else slot.generated - slot.restart_tokens
+    ledger.on_end(
+        view,
+        slot.prompt_tokens + slot.restart_tokens,
+        predicted_output_tokens,
+        slot.indexed_match_tokens,
+        streamed_tokens,
+        slot.priority,
+    )
+    inst.streamed_tokens -= streamed_tokens
+    if slot.unstarted != 0:
+        leave_unstarted(s, inst, view, slot)
+    ledger.stock_load(view)
 
 
 @kernel
@@ -47,6 +69,13 @@ def log_request(s: Any, env: Any, index: int, status: int, end_s: float) -> None
     entry.migrations = slot.migrations
     entry.restarts = slot.restarts
     entry.downtime_s = slot.downtime_s
+    entry.prefill_instance = NIL
+    entry.handover_s = 0.0
+    if env.pools != 0:
+        transfer = transfer_at(s, index)
+        entry.handover_s = transfer.handover_s
+        if transfer.prefill_instance != NIL:
+            entry.prefill_instance = transfer.prefill_instance - env.instance0
     counts_at(s, 0).log += 1
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fleetpilot.cluster import prefix_cache
+from fleetpilot.cluster import links, prefix_cache
 from fleetpilot.cluster.kv_cache import available_blocks, blocks_for, decode_demand, release, take
-from fleetpilot.cluster.memory import batch_at, residue_at, slot_at
+from fleetpilot.cluster.memory import batch_at, env_at, residue_at, slot_at, transfer_at
 from fleetpilot.cluster.state import MODE_CHUNKED, MODE_PREFILL_FIRST, NEVER, NIL
 from fleetpilot.fleet.cost_model import base_time_s, leap_end_s
 from fleetpilot.fleet.jit import inlined, kernel
@@ -224,14 +224,61 @@ def _continue_batch(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int,
 
 
 @kernel
+def _pull(s: Any, inst: Any, engine: Any, index: int, time_s: float) -> bool:
+    """Take the blocks of a request whose KV is elsewhere, and begin to pull it; False if they are not free."""
+    slot, transfer, env = slot_at(s, index), transfer_at(s, index), env_at(s, inst.env)
+    size = engine.block_size
+    matched, unpinned = 0, 0
+    if engine.prefix_cache != 0:
+        matched, unpinned = prefix_cache.match(s, inst, slot, size, (slot.prefill_tokens - 1) // size)
+    blocks = blocks_for(slot.prefill_tokens, size)
+    if blocks - matched + unpinned > available_blocks(inst):
+        return False
+    dequeue(s, inst, engine, index)
+    inst.remote -= 1
+    inst.pulls += 1
+    if engine.prefix_cache != 0:
+        prefix_cache.pin(s, inst, index, matched, size)
+    take(s, inst, blocks - matched)
+    slot.held_blocks = blocks
+    slot.computed_tokens = matched * size
+    inst.prefix_queries_tokens += slot.prefill_tokens
+    inst.prefix_hits_tokens += matched * size
+    copied_bytes = (blocks_for(slot.prefill_tokens - 1, size) - matched) * engine.kv_bytes_per_block
+    ends = (transfer.source, slot.instance)
+    links.begin(s, env, index, ends, env.pull_round_trip_s, copied_bytes, env.pull_bandwidth_bytes_per_s, time_s)
+    return True
+
+
+@kernel
+def _take_in(s: Any, inst: Any, engine: Any, time_s: float) -> float:
+    """The first request whose KV has been pulled joins the batch, to compute its last token. Returns its share of Q."""
+    index = inst.pulled
+    inst.pulled = slot_at(s, index).next
+    inst.pulls -= 1
+    inst.changed = 1
+    transfer_at(s, index).handover_s += time_s - transfer_at(s, index).prefilled_s
+    insert_in_batch(s, inst, engine, index, False)
+    return _chunk(s, inst, engine, index, 1)
+
+
+@kernel
 def _admit(s: Any, inst: Any, engine: Any, budget: int, time_s: float) -> tuple[int, float]:
     """Admit waiting requests, the head first, until one does not fit. Returns prefill tokens and Q."""
     size = engine.block_size
     prefill = 0
     attention = 0.0
+    while inst.pulled != NIL and budget > 0 and inst.in_batch < engine.max_num_seqs:
+        attention += _take_in(s, inst, engine, time_s)
+        prefill += 1
+        budget -= 1
     while inst.head != NIL and budget > 0 and inst.in_batch < engine.max_num_seqs:
         index = inst.head
         slot = slot_at(s, index)
+        if inst.remote > 0 and transfer_at(s, index).source != NIL:
+            if not _pull(s, inst, engine, index, time_s):
+                break
+            continue
         matched, unpinned = 0, 0
         if engine.prefix_cache != 0 and (slot.resident_blocks > 0 or prefix_cache.leaf(slot) >= 0):
             matched, unpinned = prefix_cache.match(s, inst, slot, size, (slot.prefill_tokens - 1) // size)
@@ -326,7 +373,7 @@ def schedule(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int, float]
             inst.changed = 1
             inst.first_finish_step = first_finish(s, inst)
             return prefill, attention
-    if engine.mode == MODE_CHUNKED and inst.head != NIL:
+    if engine.mode == MODE_CHUNKED and (inst.head != NIL or inst.pulled != NIL):
         budget = engine.max_num_batched_tokens - inst.decodes - prefill
         more, more_attention = _admit(s, inst, engine, budget, time_s)
         prefill += more

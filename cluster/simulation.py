@@ -327,7 +327,10 @@ class _Run:
         slots["row"][len(self.state.slot) :] = NIL
         log = grown(self.state.log, max(len(self.state.log), self.size.log))
         self.state.counts["log_size"] = len(log)
-        self._use(self.state._replace(slot=slots, log=log))
+        transfers = self.state.transfer
+        if self.size.pools:
+            transfers = grown(transfers, len(slots))
+        self._use(self.state._replace(slot=slots, log=log, transfer=transfers))
         self.state.env["slots"] = self.size.slots
 
     def _load_part(self, table: RequestTable | None) -> None:
@@ -401,6 +404,7 @@ def _complete(requests: NDArray[np.void], table: RequestTable) -> None:
     absent["row"] = rows
     absent["status"] = NEVER_ARRIVED
     absent["instance"] = -1
+    absent["prefill_instance"] = -1
     for name in ("dispatch_s", "admitted_s", "first_token_s", "finish_s"):
         absent[name] = np.nan
     for name in ("arrival_s", "prompt_tokens", "output_tokens", "predicted_output_tokens", "priority", "slo_class"):

@@ -30,6 +30,9 @@ NEED_DECISION, NEED_ROWS, NEED_SLOTS, NEED_FLUSH, ENDED, STUCK = range(6)
 FINISHED, FAILED, REJECTED, CUT, NEVER_ARRIVED = range(5)
 """Status of a request in the log."""
 
+UNDECIDED = -2
+"""In place of the instance that decodes a request, which the policy says after its prefill."""
+
 COPYING, STOPPING, HANDING_OVER, PROBING, PROBED = range(5)
 """A migration's phase: stages are copied while decoding goes on, the request waits for its last boundary, the rest.
 
@@ -252,6 +255,14 @@ INSTANCE = np.dtype(
         ("guest_tokens", "i4"),  # that the next iteration computes for probes and copies
         ("guest_attention", "f8"),
         ("incoming", "i4"),  # list of slots that join the batch at the next boundary
+        ("role", "i4"),  # a ROLE of fleet/view.py
+        ("exports", "i4"),  # requests whose KV it holds until another instance has pulled it
+        ("remote", "i4"),  # requests in its waiting queue whose KV another instance holds
+        ("pulls", "i4"),  # requests whose KV it pulls, or has pulled and that have not joined the batch yet
+        ("pulled", "i4"),  # list of the latter
+        ("transfers", "i4"),  # list of what is being copied to it (links.py)
+        ("inbound", "i4"),  # how many these are
+        ("outgoing", "i4"),  # transfers from it
         ("reserved_blocks", "i4"),  # for the request that is copied here, or has come and not joined yet
         ("preempted_waiting", "i4"),
         # what the engine reports of its load (papers' experiments): of the last iteration, and of that in progress
@@ -360,7 +371,8 @@ ENV = np.dtype(
         ("engine_reported", "i8"),
         # migration and lifecycle
         ("next_event_s", "f8"),  # a copy, a start-up or a drain ends, or a failure is announced or happens
-        ("ready", "i8"),  # instances that are
+        ("ready_to_prefill", "i8"),  # instances that are
+        ("ready_to_decode", "i8"),
         ("stopping", "i8"),  # instances whose next boundary is one of their migration
         ("source", "i8"),  # chosen, for the DESTINATION that follows
         ("rebalance_interval_s", "f8"),  # inf: never
@@ -391,11 +403,47 @@ ENV = np.dtype(
         ("repair_s", "f8"),
         ("restart", "i8"),  # 0: requests of a failed instance fail
         ("max_restarts", "i8"),
+        # pools
+        ("pools", "i8"),  # 0: there are none, and the array of transfers is empty
+        ("knows_prefill", "i8"),  # 0: nobody answers PREFILL by its name: it is asked as a DISPATCH
+        ("knows_decode", "i8"),
+        ("first_token_from_prefill", "i8"),
+        ("decode_after_prefill", "i8"),  # 1: DECODE is asked when the prefill is done
+        ("pull_round_trip_s", "f8"),
+        ("pull_bandwidth_bytes_per_s", "f8"),
+        ("prefill_choice", "i8"),  # chosen, for the DECODE that follows at once
+        ("decode_decisions", "i8"),
+        ("prefilled_head", "i8"),  # list of requests whose prefill ended with the last boundary
+        ("prefilled_tail", "i8"),
         ("sample_interval_s", "f8"),  # inf: no samples
         ("next_sample", "i8"),
         ("track_log", "i8"),
         ("track_targets", "i8"),
         ("classes", "i8"),
+    ],
+    align=True,
+)
+
+TRANSFER = np.dtype(  # KV on its way between two instances: of the request in this slot, or a shadow's migration
+    [
+        # while it is copied (links.py)
+        ("end_s", "f8"),
+        ("since_s", "f8"),  # what is left, is left then
+        ("left_s", "f8"),  # of the round trip
+        ("left_bytes", "f8"),
+        ("bandwidth_bytes_per_s", "f8"),  # of the link, if nothing else is copied over it
+        ("share", "i8"),  # transfers that share its link
+        ("source", "i8"),  # global: holds the KV; NIL without one
+        ("destination", "i8"),
+        ("next", "i8"),  # to the same destination
+        # the hand-over from prefill to decode (handover.py)
+        ("decode_instance", "i8"),  # until the prefill is done; NIL: it decodes where it is
+        ("prefill_instance", "i8"),  # the last one, or NIL
+        ("held_blocks", "i8"),  # of the source
+        ("node_blocks", "i8"),
+        ("computed_tokens", "i8"),
+        ("prefilled_s", "f8"),
+        ("handover_s", "f8"),  # from prefills to batches of decode instances, in all
     ],
     align=True,
 )
@@ -426,6 +474,8 @@ REQUEST_LOG = np.dtype(
         ("migrations", "i4"),
         ("restarts", "i4"),
         ("downtime_s", "f8"),
+        ("prefill_instance", "i4"),  # pools: where its last prefill was handed over from, or -1
+        ("handover_s", "f8"),  # pools: from the ends of its prefills to the batch of the decode instance, in all
     ],
     align=True,
 )
@@ -513,6 +563,7 @@ class State(NamedTuple):
     sample: NDArray[np.void]  # SAMPLE (single runs)
     migration: NDArray[np.void]  # (E * N,) MIGRATION
     failure: NDArray[np.void]  # (failures,) FAILURE
+    transfer: NDArray[np.void]  # as slot: TRANSFER, with pools; else empty
     migration_log: NDArray[np.void]  # MIGRATION_LOG of ended migrations (single runs)
     counts: NDArray[np.void]  # (1,) COUNTS
     itl: NDArray[np.void]  # (ITL_BINS,) GAPS: histogram of gaps between tokens (single runs), or empty
@@ -541,6 +592,7 @@ ARRAY_DTYPES: dict[str, np.dtype[np.void]] = {
     "sample": SAMPLE,
     "migration": MIGRATION,
     "failure": FAILURE,
+    "transfer": TRANSFER,
     "migration_log": MIGRATION_LOG,
     "counts": COUNTS,
     "itl": GAPS,
@@ -567,6 +619,7 @@ class Capacity:
     track_targets: bool = False
     failures: int = 0
     migrations: int = 0
+    pools: bool = False
 
 
 def allocate(size: Capacity) -> State:
@@ -596,12 +649,14 @@ def allocate(size: Capacity) -> State:
         "sample": size.samples,
         "migration": g,
         "failure": e * size.failures,
+        "transfer": g + e * size.slots if size.pools else 0,
         "migration_log": size.migrations,
         "counts": 1,
         "itl": ITL_BINS if size.itl else 0,
     }
     state = State(**{name: kernel_array(lengths[name], dtype) for name, dtype in ARRAY_DTYPES.items()})
     state.slot["row"] = NIL
+    state.transfer["source"] = NIL
     state.counts["log_size"] = size.log
     state.counts["samples_size"] = size.samples
     state.counts["migrations_size"] = size.migrations

@@ -72,7 +72,7 @@ def end_copy(s: Any, g: int) -> None:
     tokens = copy.held_blocks * engine.block_size
     release(s, other, engine, migration.shadow, tokens, copy.held_blocks, True)
     copy.held_blocks = 0
-    if other.in_batch > 0 or other.waiting > 0 or other.incoming != NIL:
+    if other.in_batch > 0 or other.waiting > 0 or other.incoming != NIL or other.pulls > 0:
         ask_for_one_token(other, tokens)
 
 

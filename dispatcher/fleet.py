@@ -174,15 +174,23 @@ class Fleet:
             now_s,
             lambda engine: engine.slot != source and engine.may_take(now_s) and may_take(engine),
             request,
+            origin=source,
         )
 
     def _ask(
-        self, kind: int, may_hold: bool, now_s: float, is_candidate: Callable[[Engine], bool], request: str = ""
+        self,
+        kind: int,
+        may_hold: bool,
+        now_s: float,
+        is_candidate: Callable[[Engine], bool],
+        request: str = "",
+        origin: int = NONE,
     ) -> int:
         candidates = [is_candidate(engine) for engine in self.engines]
         if not any(candidates):
             return NONE
         self._instances["candidate"] = candidates
+        self._instances["origin"] = np.arange(len(candidates)) == origin
         self._instances["poll_age_s"] = now_s - np.array(self._polled_s)
         fleet = self.view.fleet[0]
         fleet["time_s"] = now_s - self._start_s

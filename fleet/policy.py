@@ -13,8 +13,18 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from fleetpilot.fleet.jit import UNCOMPILED, function_pointer, kernel
-from fleetpilot.fleet.view import FLEET_VIEW, INSTANCE_VIEW, KIND_DISPATCH, NONE, REQUEST_VIEW, Decision, FleetView
+from fleetpilot.fleet.jit import UNCOMPILED, function_pointer, inlined, kernel
+from fleetpilot.fleet.view import (
+    FLEET_VIEW,
+    INSTANCE_VIEW,
+    KIND_DECODE,
+    KIND_DISPATCH,
+    KIND_PREFILL,
+    NONE,
+    REQUEST_VIEW,
+    Decision,
+    FleetView,
+)
 
 
 @runtime_checkable
@@ -37,7 +47,10 @@ class Policy(Protocol):
 
 
 def kinds_of(policy: Policy) -> tuple[int, ...]:
-    """The kinds of decision that a policy answers: `fleetpilot.fleet.view.KIND_DISPATCH`, ..."""
+    """The kinds of decision that a policy answers: `fleetpilot.fleet.view.KIND_DISPATCH`, ...
+
+    One that answers dispatch and neither prefill nor decode is asked to dispatch in their stead where there are pools.
+    """
     return getattr(policy, "kinds", (KIND_DISPATCH,))
 
 
@@ -57,6 +70,19 @@ class Range(NamedTuple):
     log: bool = False
     whole: bool = False
     kind: int = KIND_DISPATCH
+
+
+@inlined
+def knows(kinds: int, kind: int) -> bool:
+    """Whether the kind of decision is among these, a bit for each."""
+    return (kinds >> kind) & 1 != 0
+
+
+@inlined
+def answers(kinds: int, kind: int) -> bool:
+    """Whether it can be asked who answers these kinds, a bit for each: who dispatches can choose in pools as well."""
+    of_pools = kind in (KIND_PREFILL, KIND_DECODE)
+    return knows(kinds, kind) or (of_pools and knows(kinds, KIND_DISPATCH))
 
 
 Choose = Callable[[Any, Any, Any], int]

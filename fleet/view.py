@@ -17,10 +17,14 @@ NONE = -1
 """The choice "no instance": hold the request at the dispatcher."""
 
 KIND_DISPATCH, KIND_PREFILL, KIND_DECODE, KIND_SOURCE, KIND_DESTINATION, KIND_SCALE = range(6)
-"""What a decision is about, in `FleetView.fleet["kind"]`: where a request goes, whence one moves and where to, which
-instance is started, drained or kept."""
+"""What a decision is about, in `FleetView.fleet["kind"]`: where a request goes; with pools, where its prompt is
+processed and where it decodes then; whence one moves and where to; which instance is started, drained or kept."""
 
 STATE_ABSENT, STATE_STARTING, STATE_READY, STATE_DRAINING, STATE_FAILED = range(5)
+
+ROLES = ("mixed", "prefill", "decode")
+ROLE_MIXED, ROLE_PREFILL, ROLE_DECODE = range(len(ROLES))
+"""What an instance does: both, or one of the two of requests that go from one pool to the other."""
 
 Source = Literal["profile", "poll", "ledger", "prefix index", "dispatcher", "request"]
 
@@ -39,6 +43,7 @@ INSTANCE_FIELDS: tuple[Field, ...] = (
     Field("slot", "i8", "dispatcher", "", "index of the instance in the fleet"),
     Field("candidate", "i8", "dispatcher", "0/1", "whether this decision may choose the instance"),
     Field("state", "i8", "dispatcher", "", "STATE_READY, ... (lifecycle)"),
+    Field("role", "i8", "dispatcher", "", "ROLE_MIXED, ROLE_PREFILL or ROLE_DECODE (pools)"),
     Field("kv_capacity_blocks", "f8", "profile", "blocks", "usable KV blocks"),
     Field("block_size", "f8", "profile", "tokens", "tokens per KV block"),
     Field("max_num_seqs", "f8", "profile", "requests", "most requests in one batch"),
@@ -56,6 +61,13 @@ INSTANCE_FIELDS: tuple[Field, ...] = (
     Field("prefix_queries_tokens", "f8", "poll", "tokens", "vllm:prefix_cache_queries_total"),
     Field("prefix_hits_tokens", "f8", "poll", "tokens", "vllm:prefix_cache_hits_total"),
     Field("migrating", "i8", "dispatcher", "0/1", "whether it takes part in a migration, as source or destination"),
+    Field(
+        "origin",
+        "i8",
+        "dispatcher",
+        "0/1",
+        "whether this request comes from it: source of a DESTINATION, instance of the prefill of a DECODE",
+    ),
     Field("dispatched", "f8", "ledger", "requests", "requests dispatched to it so far"),
     Field("in_flight", "f8", "ledger", "requests", "dispatched and not ended"),
     Field("urgent", "f8", "ledger", "requests", "in flight with a priority before the default, 0"),
@@ -135,7 +147,9 @@ FLEET_FIELDS: tuple[Field, ...] = (
     Field("kind", "i8", "dispatcher", "", "what the decision is about: KIND_DISPATCH, ..."),
     Field("may_hold", "i8", "dispatcher", "0/1", "whether NONE is a legal choice: hold; no migration; no scaling"),
     Field("held", "f8", "dispatcher", "requests", "requests held at the dispatcher"),
-    Field("decisions", "i8", "dispatcher", "count", "decisions answered with an instance so far"),
+    Field(
+        "decisions", "i8", "dispatcher", "count", "dispatches answered with an instance so far; of a DECODE, decodes"
+    ),
     Field("random_key", "u8", "dispatcher", "", "fresh random bits for this decision, from the run's tie-break seed"),
     Field(
         "engine_reported",

@@ -8,8 +8,10 @@ import numpy as np
 from oracle_fleet import Question
 
 from fleetpilot.fleet.view import (
+    KIND_DECODE,
     KIND_DESTINATION,
     KIND_DISPATCH,
+    KIND_PREFILL,
     KIND_SCALE,
     KIND_SOURCE,
     NONE,
@@ -22,11 +24,18 @@ from fleetpilot.fleet.view import (
     FleetView,
 )
 
-KINDS = {KIND_DISPATCH: "dispatch", KIND_SOURCE: "source", KIND_DESTINATION: "destination", KIND_SCALE: "scale"}
+KINDS = {
+    KIND_DISPATCH: "dispatch",
+    KIND_PREFILL: "prefill",
+    KIND_DECODE: "decode",
+    KIND_SOURCE: "source",
+    KIND_DESTINATION: "destination",
+    KIND_SCALE: "scale",
+}
 STATES = (STATE_ABSENT, STATE_STARTING, STATE_READY, STATE_DRAINING, STATE_FAILED)
 """In the order of the oracle's."""
 
-NONE_SHARE = {"dispatch": 0.1, "source": 0.2, "destination": 0.1, "scale": 0.6}
+NONE_SHARE = {"dispatch": 0.1, "prefill": 0.1, "decode": 0.1, "source": 0.2, "destination": 0.1, "scale": 0.6}
 
 
 class KeyedChoice:
@@ -70,11 +79,13 @@ class KeyedChoice:
             bool(view.may_hold[0]),
             [STATES.index(state) for state in instances["state"]],
             [bool(migrating) for migrating in instances["migrating"]],
+            [bool(origin) for origin in instances["origin"]],
             whole("in_flight"),
             whole("unstarted"),
             whole("unstarted_prompt_tokens"),
             whole("started_prompt_tokens"),
             whole("streamed_tokens"),
+            whole("predicted_output_tokens"),
         )
         answer = self.choose(question)
         return Decision(np.array([NONE if answer is None else answer]))

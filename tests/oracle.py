@@ -76,6 +76,8 @@ class OracleRequest:
     migrations: int = 0
     restarts: int = 0
     downtime_s: float = 0.0
+    prefill_instance: int = -1
+    handover_s: float = 0.0
     failed: bool = False
 
 
@@ -168,6 +170,9 @@ class Job:
     lost_step_s: float = math.nan
     generated_before: int = 0  # it was dispatched
     stopped_s: float = math.nan  # for the last stage of a migration
+    decode_at: int | None = None  # the instance that decodes it; None: the one where it is
+    prefilled_s: float = math.nan  # when it left the batch for that one
+    export: Job | None = None  # what holds its blocks where its prefill was, until they are pulled
 
     @property
     def streamed(self) -> int:
@@ -348,8 +353,12 @@ class Engine:
         for job, tokens in self.scheduled:
             job.computed += tokens
             if job.is_decode:
-                self.give_token(job)
+                self.complete(job)
         self.scheduled = []
+
+    def complete(self, job: Job) -> None:
+        """All tokens of the request are computed."""
+        self.give_token(job)
 
     def give_token(self, job: Job) -> None:
         record = job.record
@@ -374,6 +383,9 @@ class Engine:
 
     def join(self) -> None:
         """Requests that arrive in the middle of their decoding join the batch; here there are none."""
+
+    def take_in(self) -> None:
+        """Requests that were prefilled elsewhere join the batch; here there are none."""
 
     def form_iteration(self) -> None:
         """Step 3. Again at once if the pass preempted all that it had scheduled."""
@@ -400,11 +412,13 @@ class Engine:
                 break
         if self.preemptions > preemptions:
             return
+        self.take_in()
         while self.waiting and self.budget_left() > 0 and len(self.running) < self.config.max_num_seqs:
             job = self.waiting[0]
             if not self.admit(job):
                 break
-            self.schedule(job, min(job.prefill_length - job.computed, self.budget_left()))
+            if job in self.running:
+                self.schedule(job, min(job.prefill_length - job.computed, self.budget_left()))
 
     def schedule_prefill_first(self) -> None:
         while self.waiting and len(self.running) < self.config.max_num_seqs:

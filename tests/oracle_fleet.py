@@ -1,4 +1,4 @@
-"""Migration, lifecycle and failures of docs/model.md a second time, on the engines of tests/oracle.py.
+"""Migration, lifecycle, failures and pools of docs/model.md a second time, on the engines of tests/oracle.py.
 
 One event at a time, and after each of them conservation is asserted: every block, every request. Draws are those of the
 run's seed 0.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from oracle import Block, Engine, Job, OracleInstance, OracleRequest, OracleResult, Span, check_fits, path_of
 
-from fleetpilot.cluster.config import Failures, Rebalancing, Scaling
+from fleetpilot.cluster.config import Failures, Pools, Rebalancing, Scaling
 from fleetpilot.workloads.table import RequestTable
 
 OUTCOMES = (
@@ -36,6 +36,7 @@ ABSENT, STARTING, READY, DRAINING, FAILED = range(5)
     _STARTED,
     _DEADLINE,
     _COPIED,
+    _PULLED,
     _CAME_BACK,
     _ARRIVAL,
     _RETRY,
@@ -43,10 +44,13 @@ ABSENT, STARTING, READY, DRAINING, FAILED = range(5)
     _SCALE_TICK,
     _SAMPLE,
     _BOUNDARY,
-) = range(13)
+) = range(14)
 """Events, in the order in which those of the same time happen."""
 
 _MOST_EVENTS = 200_000
+
+UNDECIDED = -1
+"""The policy says after the prefill where a request decodes."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class OracleFleet:
     rebalancing: Rebalancing | None = None
     scaling: Scaling | None = None
     failures: Failures | None = None
+    pools: Pools | None = None
     hold_interval_s: float = 0.1
     max_hold_s: float = 1e6
 
@@ -66,16 +71,67 @@ class Question:
     """What a policy is asked, and what it can see of each instance then (lists in the order of the instances)."""
 
     time_s: float
-    kind: str  # dispatch, source, destination, scale
+    kind: str  # dispatch, prefill, decode, source, destination, scale
     candidates: list[bool]
     may_hold: bool
     state: list[int]
     migrating: list[bool]
+    origin: list[bool]
     in_flight: list[int]
     unstarted: list[int]
     unstarted_prompt_tokens: list[int]
     started_prompt_tokens: list[int]
     streamed_tokens: list[int]
+    predicted_output_tokens: list[int]
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Bytes on their way; `round_trip_s` and `bytes_left` are what was left at `since_s`."""
+
+    source: int
+    destination: int
+    round_trip_s: float
+    bytes_left: float
+    bandwidth_bytes_per_s: float
+    since_s: float
+    share: int = 0  # transfers on the busier one of its two links
+    end_s: float = math.inf
+
+    def go_on(self, share: int, now_s: float) -> None:
+        if self.share:
+            spent_s = now_s - self.since_s
+            waited_s = min(spent_s, self.round_trip_s)
+            self.round_trip_s -= waited_s
+            copied = (spent_s - waited_s) * (self.bandwidth_bytes_per_s / self.share)
+            self.bytes_left = max(0.0, self.bytes_left - copied)
+            self.since_s = now_s
+        self.share = share
+        self.end_s = now_s + (self.round_trip_s + self.bytes_left / (self.bandwidth_bytes_per_s / share))
+
+
+class Links:
+    """All that is being copied between instances."""
+
+    def __init__(self) -> None:
+        self.transfers: list[Transfer] = []
+
+    def begin(self, transfer: Transfer) -> Transfer:
+        self.transfers.append(transfer)
+        self.share(transfer, transfer.since_s)
+        return transfer
+
+    def end(self, transfer: Transfer, now_s: float) -> None:
+        self.transfers.remove(transfer)
+        self.share(transfer, now_s)
+
+    def share(self, changed: Transfer, now_s: float) -> None:
+        for t in self.transfers:
+            if t.source == changed.source or t.destination == changed.destination:
+                outgoing = sum(other.source == t.source for other in self.transfers)
+                inbound = sum(other.destination == t.destination for other in self.transfers)
+                if max(outgoing, inbound) != t.share and t.end_s > now_s:
+                    t.go_on(max(outgoing, inbound), now_s)
 
 
 @dataclass(eq=False)
@@ -90,7 +146,8 @@ class Migration:
     reserved: list[Block] = field(default_factory=list)
     shadow: Job | None = None  # protocol vllm: what holds the copy at the destination while it is made
     copied: int = 0  # full blocks that were at the destination when a stage ended
-    stage_end_s: float = math.inf
+    on_its_way_s: float = math.inf  # until then nobody has the request
+    stage: Transfer | None = None  # that is being copied
     step: str = ""  # at the source's next boundary: probe, read or stop
     stop_s: float = math.nan
     end_s: float = math.nan
@@ -101,6 +158,10 @@ class Migration:
     @property
     def row(self) -> int:
         return self.job.row
+
+    @property
+    def stage_end_s(self) -> float:
+        return self.stage.end_s if self.stage else self.on_its_way_s
 
     @property
     def stopped(self) -> bool:
@@ -130,8 +191,15 @@ class FleetResult(OracleResult):
 class FleetEngine(Engine):
     """An engine that requests can leave and join in the middle."""
 
-    def __init__(self, config: OracleInstance, index: int, state: int) -> None:
+    def __init__(self, config: OracleInstance, index: int, state: int, pools: Pools | None, links: Links) -> None:
         super().__init__(config)
+        self.pools = pools
+        self.role = pools.roles[index] if pools else "mixed"
+        self.links = links
+        self.prefilled: list[Job] = []  # left the batch at the boundary under way, for another instance
+        self.exports: list[Job] = []  # hold the blocks of such requests until these have pulled them
+        self.pulls: list[tuple[Job, Transfer]] = []
+        self.pulled: list[Job] = []  # join the batch at the next boundary
         self.index = index
         self.state = state
         self.arriving: list[Job] = []  # join the batch at the next boundary
@@ -144,7 +212,8 @@ class FleetEngine(Engine):
         self.billed_s = 0.0
 
     def present(self) -> list[Job]:
-        return self.running + self.stopped + self.arriving + self.waiting
+        pulling = [job for job, _ in self.pulls]
+        return self.running + self.stopped + self.arriving + self.pulled + pulling + self.waiting
 
     def requests(self) -> list[Job]:
         return self.present() + self.left
@@ -152,7 +221,8 @@ class FleetEngine(Engine):
     def holders(self) -> list[Job]:
         m = self.migration
         shadows = [m.shadow] if m is not None and m.shadow is not None and m.destination == self.index else []
-        return self.running + self.stopped + self.arriving + shadows
+        pulls = self.pulled + [job for job, _ in self.pulls]
+        return self.running + self.stopped + self.arriving + shadows + pulls + self.exports
 
     def reserved(self) -> list[Block]:
         m = self.migration
@@ -160,7 +230,7 @@ class FleetEngine(Engine):
 
     def wake(self, now_s: float) -> None:
         """Something became free, or arrived: an idle instance has a boundary at once if it has anything to do."""
-        if self.boundary_s == math.inf and (self.waiting or self.arriving):
+        if self.boundary_s == math.inf and (self.waiting or self.arriving or self.pulled):
             self.boundary_s = now_s
 
     def join(self) -> None:
@@ -171,7 +241,62 @@ class FleetEngine(Engine):
             self.end_downtime(job)
             self.running.insert(sum(other.is_decode for other in self.running), job)
 
+    # --- from prefill to decode --------------------------------------------------------------------------------------
+
+    def complete(self, job: Job) -> None:
+        from_prefill = self.pools is not None and self.pools.first_token_from == "prefill"
+        if from_prefill and job.generated + 1 == job.output:
+            job.decode_at = None  # there is nothing more to decode
+        if job.decode_at is None:
+            self.give_token(job)
+            return
+        self.running.remove(job)
+        if from_prefill:
+            self.give_token(job)
+        job.record.prefill_instance = self.index
+        job.export = replace(job)
+        self.exports.append(job.export)
+        job.prefilled_s = self.now_s
+        job.blocks, job.computed = [], 0
+        self.prefilled.append(job)
+
+    def drop_export(self, job: Job) -> None:
+        self.exports.remove(job.export)
+        self.leave(job.export, preempted=False)
+        job.export = None
+
+    def begin_pull(self, job: Job) -> bool:
+        """The head of the queue takes its blocks, if they are free, and its KV begins to come."""
+        size = self.config.block_size
+        length, matched = job.prompt + job.generated, self.matched_blocks(job)
+        needed = math.ceil(length / size) - matched
+        if needed > self.memory.free_once_pinned(job.path, matched):
+            self.blocked_boundaries += len(self.waiting) > 1
+            return False
+        self.waiting.remove(job)
+        job.blocks = self.memory.pin(job.path, matched)
+        job.blocks += [self.memory.take() for _ in range(needed)]
+        job.computed = length
+        self.prefix_queries_tokens += length
+        self.prefix_hits_tokens += matched * size
+        copied = (math.ceil((length - 1) / size) - matched) * size * self.config.kv_bytes_per_token
+        pools, source = self.pools, job.record.prefill_instance
+        transfer = Transfer(source, self.index, pools.round_trip_s, copied, pools.bandwidth_bytes_per_s, self.now_s)
+        self.pulls.append((job, self.links.begin(transfer)))
+        return True
+
+    def take_in(self) -> None:
+        while self.pulled and self.budget_left() > 0 and len(self.running) < self.config.max_num_seqs:
+            job = self.pulled.pop(0)
+            job.prefill_length = job.prompt + job.generated
+            job.computed = job.prefill_length - 1
+            job.record.handover_s += self.now_s - job.prefilled_s
+            self.running.append(job)
+            self.schedule(job, 1)
+
     def admit(self, job: Job) -> bool:
+        if job.export is not None:
+            return self.begin_pull(job)
         admitted = super().admit(job)
         if admitted and not math.isnan(job.stopped_s):
             self.end_downtime(job)
@@ -188,6 +313,7 @@ class FleetEngine(Engine):
             job.blocks, job.computed = [], 0
         self.iterations -= bool(self.scheduled)  # the one under way never ends
         self.running, self.stopped, self.arriving, self.waiting, self.scheduled = [], [], [], [], []
+        self.exports, self.pulls, self.pulled = [], [], []
         self.memory = type(self.memory)(self.config.kv_blocks)
         self.extra_tokens = []
         self.boundary_s = math.inf
@@ -210,8 +336,10 @@ class Fleet:
         self.config = config
         self.choose = choose
         ready = config.scaling.ready if config.scaling else len(config.instances)
+        self.links = Links()
         self.engines = [
-            FleetEngine(engine, i, READY if i < ready else ABSENT) for i, engine in enumerate(config.instances)
+            FleetEngine(engine, i, READY if i < ready else ABSENT, config.pools, self.links)
+            for i, engine in enumerate(config.instances)
         ]
         self.records = [OracleRequest(row) for row in range(len(table))]
         self.now_s = 0.0
@@ -258,6 +386,7 @@ class Fleet:
             if engine.migration is not None and engine.migration.source == index:
                 events.append((engine.migration.stage_end_s, _COPIED, index))
             events.append((engine.boundary_s, _BOUNDARY, index))
+            events += [(transfer.end_s, _PULLED, index) for _, transfer in engine.pulls]
         events += [(self.now_s, _CAME_BACK, 0)] * bool(self.came_back)
         events += [(time_s, _ARRIVAL, row) for time_s, row in sorted(self.arrivals)[:1]]
         if self.held:
@@ -292,6 +421,8 @@ class Fleet:
             self.come_back(self.clear(index))
         elif kind == _COPIED:
             self.end_stage(self.engines[index].migration)
+        elif kind == _PULLED:
+            self.end_pull(self.engines[index])
         elif kind == _CAME_BACK:
             self.dispatch_or_hold(self.came_back.pop(0))
         elif kind == _ARRIVAL:
@@ -321,16 +452,26 @@ class Fleet:
         if engine.migration is not None and engine.migration.source == index and engine.migration.step:
             self.take_step(engine.migration)
         engine.begin_iteration()
-        if finished:
+        if finished or engine.prefilled:
             self.next_retry_s = self.now_s
+        while engine.prefilled:
+            self.hand_over(engine, engine.prefilled.pop(0))
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
-    def ask(self, kind: str, candidates: Sequence[int], may_hold: bool = True) -> int | None:
+    def ask(self, kind: str, candidates: Sequence[int], may_hold: bool = True, origin: int | None = None) -> int | None:
         """The policy's choice among the candidates; it is not asked if there are none."""
         if not candidates:
             return None
         jobs = [engine.requests() for engine in self.engines]
+        to_come = [[job for job in self.to_be_handed_over() if job.decode_at == i] for i in range(len(jobs))]
+        unstarted = [
+            [job for job in here if job.streamed == 0] + coming for here, coming in zip(jobs, to_come, strict=True)
+        ]
+        started = [[job for job in here if job.streamed > 0] for here in jobs]
+        answers = [
+            [job for job in here if job.decode_at is None] + coming for here, coming in zip(jobs, to_come, strict=True)
+        ]
         question = Question(
             self.now_s,
             kind,
@@ -338,11 +479,13 @@ class Fleet:
             may_hold,
             [engine.state for engine in self.engines],
             [engine.migration is not None for engine in self.engines],
-            [len(here) for here in jobs],
-            [sum(job.streamed == 0 for job in here) for here in jobs],
-            [sum(job.prompt + job.generated for job in here if job.streamed == 0) for here in jobs],
-            [sum(job.prompt + job.generated - job.streamed for job in here if job.streamed > 0) for here in jobs],
-            [sum(job.streamed for job in here) for here in jobs],
+            [i == origin for i in range(len(self.engines))],
+            [len(here) + len(coming) for here, coming in zip(jobs, to_come, strict=True)],
+            [len(here) for here in unstarted],
+            [sum(job.prompt + job.generated_before for job in here) for here in unstarted],
+            [sum(job.prompt + job.generated_before for job in here) for here in started],
+            [sum(job.streamed for job in here) for here in started],
+            [int(sum(float(self.table.predicted_output_tokens[job.row]) for job in here)) for here in answers],
         )
         chosen = self.choose(question)
         assert chosen in candidates if chosen is not None else may_hold, "an illegal choice"
@@ -377,14 +520,22 @@ class Fleet:
 
     def dispatch(self, job: Job) -> bool:
         """False if the request is to be held."""
-        candidates = [i for i, engine in enumerate(self.engines) if engine.state == READY]
+        candidates = [i for i in self.ready() if self.engines[i].role != "decode"] if self.decoders() else []
         may_hold = self.now_s < self.due_s[job.row] + self.config.max_hold_s
         if not candidates and not may_hold:
             self.end_as_failed([job])
             return True
-        chosen = self.ask("dispatch", candidates, may_hold)
+        chosen = self.ask("prefill" if self.config.pools else "dispatch", candidates, may_hold)
         if chosen is None:
             return False
+        decode_at = None
+        if self.engines[chosen].role == "prefill":
+            decode_at = UNDECIDED
+            if self.config.pools.decode_choice == "at_admission":
+                decode_at = self.ask("decode", self.decoders(), may_hold, chosen)
+                if decode_at is None:
+                    return False
+        job.decode_at = decode_at
         job.record.dispatch_s = self.now_s
         job.generated_before = job.generated
         self.settle(job, chosen)
@@ -403,6 +554,48 @@ class Fleet:
         config = self.config.instances[index]
         return path_of(self.table, row, config.block_size) if config.prefix_cache else []
 
+    # --- pools -------------------------------------------------------------------------------------------------------
+
+    def ready(self) -> list[int]:
+        return [i for i, engine in enumerate(self.engines) if engine.state == READY]
+
+    def decoders(self) -> list[int]:
+        return [i for i in self.ready() if self.engines[i].role != "prefill"]
+
+    def to_be_handed_over(self) -> list[Job]:
+        """Requests that their decode instances know of already."""
+        return [
+            job for engine in self.engines for job in engine.requests() + engine.prefilled if job.decode_at is not None
+        ]
+
+    def hand_over(self, engine: FleetEngine, job: Job) -> None:
+        """The request's prefill was done at the boundary that has just been."""
+        decode_at, job.decode_at = job.decode_at, None
+        if decode_at not in self.ready():
+            if not self.decoders():
+                engine.drop_export(job)
+                engine.wake(self.now_s)
+                self.come_back([job])
+                return
+            decode_at = self.ask("decode", self.decoders(), may_hold=False, origin=engine.index)
+        self.settle(job, decode_at)
+        self.engines[decode_at].submit(job, self.now_s)
+
+    def end_pull(self, engine: FleetEngine) -> None:
+        job, transfer = min(engine.pulls, key=lambda pull: pull[1].end_s)  # of those that end now the first
+        self.links.end(transfer, self.now_s)
+        engine.pulls.remove((job, transfer))
+        self.drop_export(job)
+        nodes = [span for span in job.path if span.owner[0] == "node"]
+        engine.memory.fill(nodes, job.blocks, 0, (job.computed - 1) // engine.config.block_size)
+        engine.pulled.append(job)
+        engine.wake(self.now_s)
+
+    def drop_export(self, job: Job) -> None:
+        source = self.engines[job.record.prefill_instance]
+        source.drop_export(job)
+        source.wake(self.now_s)
+
     # --- migration ---------------------------------------------------------------------------------------------------
 
     def rebalance(self) -> None:
@@ -416,8 +609,8 @@ class Fleet:
             if source is None:
                 return
             chosen.append(source)
-            ready = [i for i in free if i != source and self.engines[i].state == READY]
-            destination = self.ask("destination", ready)
+            ready = [i for i in free if i != source and i in self.decoders()]
+            destination = self.ask("destination", ready, origin=source)
             if destination is not None:
                 self.migrate(source, destination)
             self.leave_drained()
@@ -428,6 +621,8 @@ class Fleet:
             return None
         decoding = [job for job in reversed(engine.running) if job.is_decode]  # so ties go to the last
         if not decoding:
+            if self.config.pools:
+                return None
             return engine.waiting[-1] if engine.state == DRAINING and engine.waiting else None
 
         def tokens(job: Job) -> int:
@@ -477,13 +672,26 @@ class Fleet:
         m.stages += 1
         m.blocks += blocks
         block_bytes = config.block_size * config.kv_bytes_per_token
-        m.stage_end_s = self.now_s + (
-            rebalancing.round_trip_s + blocks * block_bytes / rebalancing.bandwidth_bytes_per_s
+        m.stage = self.links.begin(
+            Transfer(
+                m.source,
+                m.destination,
+                rebalancing.round_trip_s,
+                blocks * block_bytes,
+                rebalancing.bandwidth_bytes_per_s,
+                self.now_s,
+            )
         )
+
+    def end_copy(self, m: Migration) -> None:
+        if m.stage:
+            self.links.end(m.stage, self.now_s)
+        m.stage = None
 
     def end_stage(self, m: Migration) -> None:
         job, block_size = m.job, self.config.instances[m.source].block_size
-        m.stage_end_s = math.inf
+        self.end_copy(m)
+        m.on_its_way_s = math.inf
         if m.stopped:
             self.commit(m)
             return
@@ -564,7 +772,7 @@ class Fleet:
         source.running.remove(job)
         source.leave(job, preempted=False)
         source.left = [job]
-        m.stage_end_s = self.now_s + self.config.rebalancing.round_trip_s
+        m.on_its_way_s = self.now_s + self.config.rebalancing.round_trip_s
 
     def commit(self, m: Migration) -> None:
         source, destination, job = self.engines[m.source], self.engines[m.destination], m.job
@@ -589,6 +797,7 @@ class Fleet:
 
     def end(self, m: Migration, outcome: str) -> None:
         source, destination = self.engines[m.source], self.engines[m.destination]
+        self.end_copy(m)
         if source.migration is m:
             source.migration = destination.migration = None
             source.slowdown = destination.slowdown = 1.0
@@ -625,7 +834,8 @@ class Fleet:
         while True:
             candidates: list[int] = []
             for i, engine in enumerate(self.engines):
-                absent = [e for e in self.engines if e.state == ABSENT and e.config == engine.config]
+                absent = [e for e in self.engines if e.state == ABSENT]
+                absent = [e for e in absent if e.config == engine.config and e.role == engine.role]
                 free = [e for e in absent if e.index not in seen and not self.under_notice(e.index)]
                 first_absent = free[0] if free else None
                 started = self.has(STARTING) + self.has(READY) + self.has(DRAINING)
@@ -634,7 +844,7 @@ class Fleet:
                     and not self.under_notice(i)
                     and (
                         (engine is first_absent and started < most)
-                        or (engine.state == READY and self.has(READY) > scaling.min_instances)
+                        or (engine.state == READY and self.has(READY) > scaling.min_instances and self.can_spare(i))
                         or engine.state == DRAINING
                     )
                 ):
@@ -656,11 +866,18 @@ class Fleet:
                 engine.deadline_s = math.inf
                 engine.state = READY
 
+    def can_spare(self, index: int) -> bool:
+        """Whether the instance is neither the last that can prefill nor the last that can decode."""
+        role, others = self.engines[index].role, [self.engines[i].role for i in self.ready() if i != index]
+        prefills, decodes = (any(other != without for other in others) for without in ("decode", "prefill"))
+        return (role == "decode" or prefills) and (role == "prefill" or decodes)
+
     def leave_drained(self) -> None:
         """Draining instances without a request and without a migration are absent."""
         for engine in self.engines:
             waits = self.under_notice(engine.index)
-            if engine.state == DRAINING and not waits and not engine.requests() and engine.migration is None:
+            busy = engine.requests() or engine.exports or engine.migration is not None
+            if engine.state == DRAINING and not waits and not busy:
                 engine.clear()
                 engine.state = ABSENT
                 engine.deadline_s = math.inf
@@ -705,7 +922,15 @@ class Fleet:
     def clear(self, index: int) -> list[Job]:
         """The instance loses its requests, which are returned, its KV and its migration."""
         m, running = self.engines[index].migration, len(self.engines[index].running)
+        pulls = self.engines[index].pulls
         jobs = self.engines[index].clear()
+        for _, transfer in pulls:
+            self.links.end(transfer, self.now_s)
+        for job in jobs:
+            job.decode_at = None
+            if job.export is not None and job.export in self.engines[job.record.prefill_instance].exports:
+                self.drop_export(job)
+        jobs += self.lose_exports(index)
         if m is None:
             return jobs
         left = self.engines[m.source].left
@@ -717,6 +942,26 @@ class Fleet:
         elif not left:
             self.end(m, "source_died")
         return jobs
+
+    def lose_exports(self, index: int) -> list[Job]:
+        """The instance has lost the blocks of requests that others wait for. Returns these requests."""
+        lost: list[Job] = []
+        for engine in self.engines:
+            for job, transfer in list(engine.pulls):
+                if job.record.prefill_instance == index:
+                    self.links.end(transfer, self.now_s)
+                    engine.pulls.remove((job, transfer))
+                    engine.memory.free[:0] = [block for block in job.blocks if block.content is None]
+                    engine.memory.release(job.path, [])
+                    job.blocks, job.computed, job.export = [], 0, None
+                    lost.append(job)
+                    engine.wake(self.now_s)
+            for job in list(engine.waiting):
+                if job.export is not None and job.record.prefill_instance == index:
+                    engine.waiting.remove(job)
+                    job.export = None
+                    lost.append(job)
+        return lost
 
     def come_back(self, jobs: list[Job]) -> None:
         for job in jobs:
@@ -754,7 +999,10 @@ class Fleet:
             if engine.boundary_s == math.inf:
                 assert not engine.running
                 assert not engine.arriving
-                assert not engine.waiting or engine.migration is not None, "idle, though a request waits"
+                assert not engine.pulled
+                awaits = engine.migration is not None or engine.exports or engine.pulls
+                assert not engine.waiting or awaits, "idle, though a request waits"
+            assert not engine.prefilled
 
     def result(self) -> FleetResult:
         for engine in self.engines:

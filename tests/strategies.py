@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 from oracle import OracleInstance
 from oracle_fleet import OracleFleet
 
-from fleetpilot.cluster.config import PROTOCOLS, REQUEST_CHOICES, Failures, Rebalancing, Scaling
+from fleetpilot.cluster.config import (
+    DECODE_CHOICES,
+    FIRST_TOKEN_FROM,
+    PROTOCOLS,
+    REQUEST_CHOICES,
+    Failures,
+    Pools,
+    Rebalancing,
+    Scaling,
+)
 from fleetpilot.workloads.table import NO_NODE, NO_PARENT, NO_SESSION, RequestTable, make_table
 
 GRID_S = 1 / 64
@@ -214,6 +223,33 @@ def fleet(pick: Pick, exact: bool = False, protocol: str | None = None) -> tuple
     return table, drawn
 
 
+def fleet_with_pools(pick: Pick, exact: bool = False, protocol: str | None = None) -> tuple[RequestTable, OracleFleet]:
+    """`fleet`, with instances that only prefill, and instances that decode what these hand over."""
+    table, drawn = fleet(pick, exact, protocol)
+    chunked = {instance: chunked_engine(pick, instance) for instance in dict.fromkeys(drawn.instances)}
+    instances = tuple(chunked[instance] for instance in drawn.instances)
+    roles = [pick(["prefill", "decode", "mixed"]) for _ in instances]
+    roles[:2] = pick([["prefill", "decode"], ["prefill", "mixed"], ["decode", "prefill"], ["mixed", "prefill"]])
+    link = rebalancing(pick, instances[0].block_size * instances[0].kv_bytes_per_token, exact)
+    pools = Pools(
+        tuple(roles),
+        first_token_from=pick(FIRST_TOKEN_FROM),
+        decode_choice=pick(DECODE_CHOICES),
+        round_trip_s=pick([0.0, GRID_S / 4, GRID_S] if exact else [0.000713, 0.00537, 0.0311]),
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+    )
+    scaled = drawn.scaling and replace(drawn.scaling, ready=max(2, drawn.scaling.ready))
+    return table, replace(drawn, instances=instances, pools=pools, scaling=scaled)
+
+
+def chunked_engine(pick: Pick, instance: OracleInstance) -> OracleInstance:
+    """The same engine with chunked prefill."""
+    if instance.scheduler == "chunked":
+        return instance
+    budget = instance.max_num_seqs + pick(range(1, 25))
+    return replace(instance, scheduler="chunked", watermark_blocks=0, max_num_batched_tokens=budget)
+
+
 def stock_rebalancing(pick: Pick, rebalancing: Rebalancing) -> Rebalancing:
     """Protocol `vllm`, with more stages: of these only the first may find nothing of the copy."""
     return replace(
@@ -227,10 +263,7 @@ def stock_rebalancing(pick: Pick, rebalancing: Rebalancing) -> Rebalancing:
 
 def stock_engine(pick: Pick, instance: OracleInstance) -> OracleInstance:
     """The same engine with chunked prefill and a prefix cache, as the protocol `vllm` needs them."""
-    if instance.scheduler == "prefill_first":
-        budget = instance.max_num_seqs + pick(range(1, 25))
-        instance = replace(instance, scheduler="chunked", watermark_blocks=0, max_num_batched_tokens=budget)
-    return replace(instance, prefix_cache=True)
+    return replace(chunked_engine(pick, instance), prefix_cache=True)
 
 
 def rebalancing(pick: Pick, block_bytes: int, exact: bool) -> Rebalancing:
@@ -300,6 +333,18 @@ def fleets_on_grid(draw: st.DrawFn) -> tuple[RequestTable, OracleFleet]:
     return fleet(_picker(draw), exact=True)
 
 
+@st.composite
+def pools(draw: st.DrawFn) -> tuple[RequestTable, OracleFleet]:
+    """`fleet_with_pools`, drawn by hypothesis."""
+    return fleet_with_pools(_picker(draw))
+
+
+@st.composite
+def pools_on_grid(draw: st.DrawFn) -> tuple[RequestTable, OracleFleet]:
+    """`fleet_with_pools` with exact times, drawn by hypothesis."""
+    return fleet_with_pools(_picker(draw), exact=True)
+
+
 def fixed_cluster(seed: int) -> Cluster:
     """`cluster`, always the same for a seed."""
     return cluster(random.Random(seed).choice)
@@ -313,6 +358,11 @@ def fixed_cluster_on_grid(seed: int) -> Cluster:
 def fixed_fleet(seed: int, exact: bool = False, protocol: str = "llumnix") -> tuple[RequestTable, OracleFleet]:
     """`fleet`, always the same for a seed."""
     return fleet(random.Random(seed).choice, exact, protocol)
+
+
+def fixed_pools(seed: int, exact: bool = False) -> tuple[RequestTable, OracleFleet]:
+    """`fleet_with_pools`, always the same for a seed."""
+    return fleet_with_pools(random.Random(seed).choice, exact)
 
 
 def fixed_fleet_of_fast_and_slow(seed: int) -> tuple[RequestTable, OracleFleet]:

@@ -14,9 +14,9 @@ from hypothesis import given
 from keyed_choice import KeyedChoice
 from oracle import OracleInstance
 from oracle_fleet import ABSENT, DRAINING, FAILED, READY, FleetResult, Migration, OracleFleet, Question, simulate_fleet
-from strategies import fleets, fleets_on_grid
+from strategies import fleets, fleets_on_grid, pools, pools_on_grid
 
-from fleetpilot.cluster.config import Failures, Rebalancing, Scaling
+from fleetpilot.cluster.config import Failures, Pools, Rebalancing, Scaling
 from fleetpilot.workloads.table import RequestTable, make_table
 
 NAN = math.nan
@@ -659,10 +659,196 @@ def test_failures_of_what_is_not_ready() -> None:
     assert result.alive_s == [8.0, 1.0 + 3.0, 0.0]
 
 
+# --- prefill and decode pools ----------------------------------------------------------------------------------------
+
+PAIR = Pools(("prefill", "decode"), round_trip_s=0.25, bandwidth_bytes_per_s=8.0)  # 0.5 s a block
+
+
+def hand_over(
+    pools: Pools = PAIR,
+    arrival_s: list[float] | None = None,
+    prompt: list[int] | None = None,
+    output: list[int] | None = None,
+    script: Script | None = None,
+    instances: list[OracleInstance] | None = None,
+    columns: dict[str, object] | None = None,
+    **options: object,
+) -> FleetResult:
+    """Requests, by default one of 8 + 4 tokens at 0, that are prefilled by instance 0 and decoded by instance 1."""
+    arrival_s = arrival_s or [0.0]
+    script = script or Script(prefill=[0] * len(arrival_s), decode=[1] * len(arrival_s))
+    prompt, output = prompt or [8] * len(arrival_s), output or [4] * len(arrival_s)
+    instances = instances or [CHUNKED] * len(pools.roles)
+    return run(script, arrival_s, prompt, output, instances, columns, pools=pools, **options)
+
+
+def test_every_time_of_a_hand_over() -> None:
+    # Prefill to 1. Of the first 7 tokens 2 blocks are copied, 0.25 + 2 x 0.5 s, to 2.25; then the eighth is computed.
+    result = hand_over()
+    request = result.requests[0]
+    assert request.token_times == [3.25, 4.25, 5.25, 6.25]
+    assert (request.prefill_instance, request.instance, request.handover_s) == (0, 1, 1.25)
+    assert (request.dispatch_s, request.admitted_s, request.cached_tokens) == (0, 0, 0)
+    assert result.iterations == [1, 4]
+    assert [used(result, t) for t in (0.5, 1.0, 1.25, 2.0, 2.25, 3.5)] == [
+        [2, 0],
+        [2, 0],
+        [2, 2],
+        [2, 2],
+        [0, 2],
+        [0, 3],
+    ]
+
+
+def test_first_token_of_the_prefill() -> None:
+    # 8 tokens are copied, 2 blocks; the ninth takes a third.
+    result = hand_over(replace(PAIR, first_token_from="prefill"))
+    assert result.requests[0].token_times == [1, 3.25, 4.25, 5.25]
+    assert used(result, 1.25) == [2, 3]
+
+
+@pytest.mark.parametrize(("first_token_from", "instance", "token_s"), [("prefill", 0, 1.0), ("decode", 1, 3.25)])
+def test_answer_of_one_token(first_token_from: str, instance: int, token_s: float) -> None:
+    result = hand_over(replace(PAIR, first_token_from=first_token_from), output=[1])
+    assert result.requests[0].token_times == [token_s]
+    assert result.requests[0].instance == instance
+
+
+@pytest.mark.parametrize("decode_choice", ["at_admission", "after_prefill"])
+def test_questions_of_pools(decode_choice: str) -> None:
+    roles = ("prefill", "decode", "mixed")
+    script = Script(prefill=[None, 0, 2], decode=[1])
+    result = hand_over(replace(PAIR, roles=roles, decode_choice=decode_choice), [0.0, 0.0625], script=script)
+    decode_s = 0.0625 if decode_choice == "at_admission" else 1.0625
+    asked = [(q.time_s, q.kind, q.candidates, q.may_hold, q.origin, q.in_flight) for q in script.asked]
+    nobody, all_three = [False] * 3, [True, False, True]
+    # The first is held and asked about again at 0.1.
+    assert sorted(asked, key=lambda q: q[0])[:2] == [
+        (0.0, "prefill", all_three, True, nobody, [0, 0, 0]),
+        (0.0625, "prefill", all_three, True, nobody, [0, 0, 0]),
+    ]
+    decode = [q for q in asked if q[1] == "decode"]
+    in_flight = [0, 0, 0] if decode_choice == "at_admission" else [0, 0, 1]  # the other one, mixed from 0.1 on
+    assert decode == [(decode_s, "decode", [False, True, True], decode_s < 1, [True, False, False], in_flight)]
+    assert [request.prefill_instance for request in result.requests] == [-1, 0]
+    assert [request.instance for request in result.requests] == [2, 1]
+
+
+def test_who_counts_a_request() -> None:
+    """The prefill instance until its prefill is done, the decode instance from the decision on."""
+    script = Script(prefill=[0, 0, 0], decode=[1, 1, 1])
+    hand_over(arrival_s=[0.0, 0.5, 3.75], script=script)
+    second, third = (q for q in script.asked if q.kind == "prefill" and q.time_s > 0)
+    assert (second.in_flight, second.unstarted, second.unstarted_prompt_tokens) == ([1, 1], [1, 1], [8, 8])
+    assert second.predicted_output_tokens == [0, 4]
+    # A has its first token since 3.5, B is in the batch.
+    assert (third.in_flight, third.unstarted, third.started_prompt_tokens) == ([0, 2], [0, 1], [0, 8])
+
+
+def test_copies_share_their_links() -> None:
+    # A and B are prefilled in one batch, and pulled by one instance: each at 4 bytes/s.
+    together = hand_over(arrival_s=[0.0, 0.0])
+    assert [request.token_times[0] for request in together.requests] == [4.25, 4.25]
+    # By two instances: they share the way out.
+    roles = ("prefill", "decode", "decode")
+    apart = hand_over(replace(PAIR, roles=roles), [0.0, 0.0], script=Script(prefill=[0, 0], decode=[1, 2]))
+    assert [request.token_times[0] for request in apart.requests] == [4.25, 4.25]
+    # From two to two: they share nothing.
+    roles = ("prefill", "decode", "prefill", "decode")
+    alone = hand_over(replace(PAIR, roles=roles), [0.0, 0.0], script=Script(prefill=[0, 2], decode=[1, 3]))
+    assert [request.token_times[0] for request in alone.requests] == [3.25, 3.25]
+    # B's copy begins at 2, where A's round trip is over and 2 of its 8 bytes are left: they go at 4 bytes/s, to 2.5. B
+    # has waited its round trip by 2.25 and has 7 bytes left at 2.5: to 3.375. A joins at 2.5, so B joins at 3.5.
+    late = hand_over(arrival_s=[0.0, 1.0])
+    assert [request.token_times[0] for request in late.requests] == [3.5, 4.5]
+
+
+def test_migrations_share_the_links() -> None:
+    # Of A, decoding on instance 1, 2 blocks are copied to instance 2 from 5 on. B, prefilled to 5, is pulled there at
+    # the same time: both copies take 0.25 + 2 x 1 s, to 7.25. A stops at 7.75, the rest takes 0.25 + 0.5 s. B's
+    # only iteration, that of the destination of a migration, takes 1.25 s.
+    roles, moves = ("prefill", "decode", "decode"), replace(MOVES, interval_s=5.0)
+    script = Script(prefill=[0, 0], decode=[1, 2], source=[1], destination=[2])
+    result = hand_over(replace(PAIR, roles=roles), [0.0, 4.0], output=[9, 1], script=script, rebalancing=moves)
+    assert [described(m) for m in result.migrations] == [(0, 1, 2, 5.0, 7.75, 8.5, 2, 3, "completed")]
+    assert result.requests[0].token_times[:6] == [3.25, 4.25, 5.25, 6.5, 7.75, 9.5]
+    assert result.requests[1].token_times == [8.5]
+
+
+def test_what_the_decode_instance_has_is_not_copied() -> None:
+    cached = replace(CHUNKED, prefix_cache=True)
+    prefixes = {"node_parent": [-1], "node_end_tokens": [8], "prefix_node": [0, 0]}
+    result = hand_over(arrival_s=[0.0, 8.0], prompt=[12, 12], instances=[cached] * 2, columns=prefixes)
+    # The second finds 8 tokens at both: a prefill of 4, and a copy of one block, to 9.75.
+    assert [request.cached_tokens for request in result.requests] == [0, 8]
+    assert result.requests[1].handover_s == 0.75
+    assert result.requests[1].token_times[0] == 10.75
+
+
+def test_pull_that_does_not_fit_blocks_the_queue() -> None:
+    # The decode instance has 5 blocks, A 2 of them, and a third from 3.25 on. B, of 4 blocks, waits until A is done at
+    # 6.25, and so does C, of 1. Then both are pulled: C's block to 7.5, then B's faster, to 9.
+    small = replace(CHUNKED, kv_blocks=5)
+    result = hand_over(arrival_s=[0.0, 1.0, 1.0], prompt=[8, 16, 4], output=[4, 1, 1], instances=[CHUNKED, small])
+    assert result.requests[0].finish_s == 6.25
+    assert [request.handover_s for request in result.requests] == [1.25, 9.0 - 2.0, 7.5 - 2.0]
+    assert [used(result, t)[0] for t in (2.25, 6.0)] == [5, 5]
+
+
+def test_decode_instance_fails_before_the_prefill_is_done() -> None:
+    """It is asked again."""
+    roles = ("prefill", "decode", "decode")
+    script = Script(prefill=[0], decode=[1, 2])
+    failures = Failures(at=((0.5, 1),), repair_s=100.0)
+    result = hand_over(replace(PAIR, roles=roles), script=script, failures=failures)
+    asked = [(q.time_s, q.candidates, q.may_hold) for q in script.asked if q.kind == "decode"]
+    assert asked == [(0.0, [False, True, True], True), (1.0, [False, False, True], False)]
+    assert (result.requests[0].instance, result.requests[0].restarts) == (2, 0)
+    assert result.requests[0].token_times[0] == 3.25
+
+
+def test_nobody_to_decode() -> None:
+    """What was prefilled comes back, and is held until somebody is ready."""
+    script = Script(prefill=[0, 0], decode=[1, 1])
+    failures = Failures(at=((0.5, 1),), repair_s=1.0)
+    result = hand_over(script=script, failures=failures, hold_interval_s=0.25)
+    assert [q.time_s for q in script.asked] == [0.0, 0.0, 1.5, 1.5]
+    assert result.requests[0].restarts == 1
+    assert result.requests[0].token_times[0] == 1.5 + 3.25
+    assert used(result, 1.25) == [0, 0]
+
+
+@pytest.mark.parametrize(("died", "failure_s"), [(0, 2.0), (1, 2.0), (1, 3.0)])
+def test_failure_while_the_cache_is_pulled_or_after(died: int, failure_s: float) -> None:
+    script = Script(prefill=[0, 0], decode=[1, 1])
+    failures = Failures(at=((failure_s, died),), repair_s=1.0)
+    result = hand_over(script=script, failures=failures, hold_interval_s=0.25)
+    # It begins again when the instance is back.
+    assert result.requests[0].restarts == 1
+    assert result.requests[0].token_times == [failure_s + 1 + t for t in (3.25, 4.25, 5.25, 6.25)]
+    assert used(result, failure_s) == [0, 0]
+
+
+def test_exports_keep_a_draining_instance() -> None:
+    script = Script(prefill=[0], decode=[2], scale=[0])
+    scaling = replace(SCALES, first_s=1.5, interval_s=100.0, ready=3)
+    roles = ("prefill", "prefill", "decode")
+    result = hand_over(replace(PAIR, roles=roles), script=script, scaling=scaling)
+    assert result.alive_s == [2.25, 6.25, 6.25]
+
+
+def test_neither_the_last_that_prefills_nor_the_last_that_decodes_is_drained() -> None:
+    script = Script(prefill=[0], decode=[1])
+    roles = ("prefill", "decode", "decode", "prefill", "decode")
+    hand_over(replace(PAIR, roles=roles), script=script, scaling=replace(SCALES, ready=3))
+    # One of each kind that is absent, and of those that are ready the decode instances.
+    assert script.asked[-1].candidates == [False, True, True, True, True]
+
+
 # --- all of it together -----------------------------------------------------------------------------------------------
 
 
-@given(fleets() | fleets_on_grid())
+@given(fleets() | fleets_on_grid() | pools() | pools_on_grid())
 def test_every_request_ends(drawn: tuple[RequestTable, OracleFleet]) -> None:
     """Conservation and order in time are asserted inside the oracle."""
     table, fleet = drawn

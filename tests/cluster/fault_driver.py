@@ -1,7 +1,7 @@
 """Does the kernel do what the oracle does? Exit status 0: yes, on all cases; 3: no; others: it did not run.
 
 test_planted_faults.py runs this with the kernels uncompiled, on copies of the package in which a fault was planted. The
-argument says which cases: `clusters`, or `fleets` in which requests move, and instances come and go.
+argument says which cases: `clusters`, `fleets` in which requests move, and instances come and go, or `pools`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from functools import partial
 from comparison import assert_bitwise_equal, assert_same, assert_same_gaps, fleet_of_oracle, run_kernel, run_oracle
 from expected_views import Recorder, assert_same_views, expected_views
 from fleet_comparison import FleetCase, assert_same_run
-from strategies import Cluster, fixed_cluster, fixed_cluster_on_grid, fixed_fleet, fixed_fleet_of_fast_and_slow
+from strategies import (
+    Cluster,
+    fixed_cluster,
+    fixed_cluster_on_grid,
+    fixed_fleet,
+    fixed_fleet_of_fast_and_slow,
+    fixed_pools,
+)
 
 from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import Telemetry, simulate
@@ -35,6 +42,10 @@ FLEET_SEEDS = (40, 44, 60)
 
 FLEET_SEEDS_FAST_AND_SLOW = (219,)
 """A source's boundary, at which a request stops, ties with one in a leap of the destination, which goes first."""
+
+POOL_SEEDS_ON_GRID = (2, 28, 12, 58)
+
+POOL_SEEDS = (13, 15, 3)
 
 DIFFERENT = 3
 """Not 1, Python's status for errors, at import for instance."""
@@ -71,6 +82,10 @@ FLEETS += [partial(compare_fleet, fixed_fleet, seed) for seed in FLEET_SEEDS]
 FLEETS += [partial(compare_fleet, fixed_fleet_of_fast_and_slow, seed) for seed in FLEET_SEEDS_FAST_AND_SLOW]
 
 
+POOLS = [partial(compare_fleet, partial(fixed_pools, exact=True), seed) for seed in POOL_SEEDS_ON_GRID]
+POOLS += [partial(compare_fleet, fixed_pools, seed) for seed in POOL_SEEDS]
+
+
 def give_up(signum: int, frame: object) -> None:
     raise TimeoutError(f"not done after {PATIENCE_S} s")
 
@@ -79,7 +94,7 @@ def main(kind: str) -> int:
     warnings.simplefilter("ignore", RuntimeWarning)  # uncompiled, draws of random bits wrap around with a warning
     signal.signal(signal.SIGPROF, give_up)
     signal.setitimer(signal.ITIMER_PROF, PATIENCE_S)
-    for comparison in {"clusters": CLUSTERS, "fleets": FLEETS}[kind]:
+    for comparison in {"clusters": CLUSTERS, "fleets": FLEETS, "pools": POOLS}[kind]:
         try:
             comparison()
         except (AssertionError, ArithmeticError, IndexError, RuntimeError, TimeoutError) as difference:

@@ -18,7 +18,9 @@ class Fault(NamedTuple):
 
 ITERATIONS = "cluster/iterations.py"
 KERNEL = "cluster/kernel.py"
+HANDOVER = "cluster/handover.py"
 LIFECYCLE = "cluster/lifecycle.py"
+LINKS = "cluster/links.py"
 MIGRATION = "cluster/migration.py"
 SCHEDULER = "cluster/scheduler.py"
 KV_CACHE = "cluster/kv_cache.py"
@@ -70,8 +72,8 @@ FAULTS = (
     Fault(
         "max_num_seqs off by one",
         SCHEDULER,
-        "inst.in_batch < engine.max_num_seqs",
-        "inst.in_batch + 1 < max(engine.max_num_seqs, 2)",
+        "while inst.head != NIL and budget > 0 and inst.in_batch < engine.max_num_seqs:",
+        "while inst.head != NIL and budget > 0 and inst.in_batch + 1 < max(engine.max_num_seqs, 2):",
     ),
     Fault(
         "a prefill chunk may use the budget that the decodes have used",
@@ -393,8 +395,8 @@ FLEET_FAULTS = (
     Fault(
         "a draining instance is a candidate for DESTINATION",
         MIGRATION,
-        "return inst.life == STATE_READY and inst.migration == NIL",
-        "return inst.life in (STATE_READY, STATE_DRAINING) and inst.migration == NIL",
+        "free = inst.life == STATE_READY and inst.migration == NIL",
+        "free = inst.life in (STATE_READY, STATE_DRAINING) and inst.migration == NIL",
     ),
     # --- reservations and copies ---
     Fault(
@@ -564,7 +566,7 @@ FLEET_FAULTS = (
     Fault(
         "an idle instance does not try its head again when reserved blocks are released",
         ITERATIONS,
-        "        if inst.waiting > 0 or inst.incoming != NIL:\n"
+        "        if inst.waiting > 0 or inst.incoming != NIL or inst.pulled != NIL:\n"
         "            next_at(s, g).time_s = min(next_at(s, g).time_s, time_s)\n",
         "        pass\n",
     ),
@@ -868,5 +870,220 @@ FLEET_FAULTS = (
         LIFECYCLE,
         "            _clear(s, env, g, time_s)\n            inst.due_s = np.inf\n",
         "            inst.due_s = np.inf\n",
+    ),
+)
+
+POOL_FAULTS = (
+    Fault(
+        "a mixed instance hands its requests over",
+        KERNEL,
+        "elsewhere = instance_at(s, g).role != ROLE_MIXED",
+        "elsewhere = True",
+    ),
+    Fault(
+        "DECODE offers prefill instances",
+        KERNEL,
+        "candidate = candidate and inst.role != ROLE_PREFILL",
+        "candidate = candidate",
+    ),
+    Fault(
+        "PREFILL is asked while nobody is ready to decode",
+        KERNEL,
+        "if env.ready_to_prefill > 0 and env.ready_to_decode > 0:",
+        "if env.ready_to_prefill > 0:",
+    ),
+    Fault(
+        "none for DECODE is an answer after the prefill too",
+        TELEMETRY,
+        "            may_hold = False  # its prefill is done\n",
+        "            pass\n",
+    ),
+    Fault(
+        "an answer of one token is handed over",
+        KERNEL,
+        "if env.first_token_from_prefill != 0 and slot.generated + 1 == slot.output_tokens:",
+        "if False:",
+    ),
+    Fault(
+        "the end of a prefill is no completion for a held request",
+        KERNEL,
+        "    handover.end_prefill(s, env, g, index, time_s)\n    if env.held > 0:\n        env.next_hold_s = time_s\n",
+        "    handover.end_prefill(s, env, g, index, time_s)\n",
+    ),
+    Fault(
+        "the prefill instance is to give the whole answer",
+        KERNEL,
+        "        output_tokens = 0.0\n",
+        "        pass\n",
+    ),
+    Fault(
+        "the decode instance does not count a request that it was chosen for",
+        KERNEL,
+        "    handover.commit(s, env, index, g)\n    prefill = ",
+        "    transfer_at(s, index).decode_instance = g\n    prefill = ",
+    ),
+    Fault(
+        "a request goes to the decode instance that it was to go to, ready or not",
+        HANDOVER,
+        "if transfer.decode_instance >= 0 and instance_at(s, transfer.decode_instance).life == STATE_READY:",
+        "if transfer.decode_instance >= 0:",
+    ),
+    Fault(
+        "a decode instance that is not ready any more goes on counting the request",
+        HANDOVER,
+        "    withdraw(s, index)\n    transfer.decode_instance = UNDECIDED\n",
+        "    transfer.decode_instance = UNDECIDED\n",
+    ),
+    Fault(
+        "a prefill whose decode instance is gone is not given up",
+        KERNEL,
+        "        source = handover.let_go(s, env, index, env.time_s)\n",
+        "        source = transfer_at(s, index).source\n        transfer_at(s, index).source = NIL\n"
+        "        instance_at(s, source).exports -= 1\n",
+    ),
+    Fault(
+        "a pull takes the blocks of what is copied alone",
+        SCHEDULER,
+        "    blocks = blocks_for(slot.prefill_tokens, size)\n    if blocks",
+        "    blocks = blocks_for(max(slot.prefill_tokens - 1, 1), size)\n    if blocks",
+    ),
+    Fault(
+        "what the decode instance has is copied too",
+        SCHEDULER,
+        "(blocks_for(slot.prefill_tokens - 1, size) - matched) * engine",
+        "blocks_for(slot.prefill_tokens - 1, size) * engine",
+    ),
+    Fault(
+        "the last prompt token is copied",
+        SCHEDULER,
+        "(blocks_for(slot.prefill_tokens - 1, size) - matched)",
+        "(blocks_for(slot.prefill_tokens, size) - matched)",
+    ),
+    Fault(
+        "a pull that does not fit lets the others pass",
+        SCHEDULER,
+        "            if not _pull(s, inst, engine, index, time_s):\n                break\n            continue\n",
+        "            if not _pull(s, inst, engine, index, time_s):\n"
+        "                if slot.next == NIL or engine.priority_order != 0:\n                    break\n"
+        "                dequeue(s, inst, engine, index)\n                enqueue(s, inst, engine, index, False)\n"
+        "                if transfer_at(s, inst.head).source != NIL:\n                    break\n"
+        "            continue\n",
+    ),
+    Fault(
+        "requests whose cache was pulled join after the waiting ones",
+        SCHEDULER,
+        "    while inst.pulled != NIL and budget > 0 and inst.in_batch < engine.max_num_seqs:\n",
+        "    while inst.head == NIL and inst.pulled != NIL and budget > 0 and inst.in_batch < engine.max_num_seqs:\n",
+    ),
+    Fault(
+        "they join whatever runs",
+        SCHEDULER,
+        "    while inst.pulled != NIL and budget > 0 and inst.in_batch < engine.max_num_seqs:\n",
+        "    while inst.pulled != NIL and inst.in_batch < engine.max_num_seqs:\n",
+    ),
+    Fault(
+        "the decode instance computes no token again",
+        SCHEDULER,
+        "        attention += _take_in(s, inst, engine, time_s)\n        prefill += 1\n",
+        "        attention += 0.0 * _take_in(s, inst, engine, time_s)\n        prefill += 0\n",
+    ),
+    Fault(
+        "blocks that were pulled cannot be matched",
+        HANDOVER,
+        "        prefix_cache.fill(s, inst, slot, slot.computed_tokens, engine.block_size)\n",
+        "        pass\n",
+    ),
+    Fault(
+        "a leap goes on when a cache has come",
+        HANDOVER,
+        "    slot, inst, engine = slot_at(s, index), instance_at(s, g), engine_at(s, g)\n"
+        "    interrupt(s, env, g, time_s)\n    links.end(s, env, index, time_s)\n    source",
+        "    slot, inst, engine = slot_at(s, index), instance_at(s, g), engine_at(s, g)\n"
+        "    links.end(s, env, index, time_s)\n    source",
+    ),
+    Fault(
+        "links are not shared",
+        LINKS,
+        "share = max(instance_at(s, transfer.source).outgoing, instance_at(s, g).inbound)",
+        "share = 1",
+    ),
+    Fault(
+        "only ways in are shared",
+        LINKS,
+        "share = max(instance_at(s, transfer.source).outgoing, instance_at(s, g).inbound)",
+        "share = instance_at(s, g).inbound",
+    ),
+    Fault(
+        "a copy keeps the speed that it began with",
+        LINKS,
+        "                if share != transfer.share and transfer.end_s > time_s:\n",
+        "                if transfer.share == 0:\n",
+    ),
+    Fault(
+        "the round trip is shared",
+        LINKS,
+        "transfer.end_s = time_s + (transfer.left_s + transfer",
+        "transfer.end_s = time_s + (transfer.left_s * share + transfer",
+    ),
+    Fault(
+        "migrations have links of their own",
+        MIGRATION,
+        "    if env.pools != 0:\n        ends = (g, migration.destination)\n",
+        "    if False:\n        ends = (g, migration.destination)\n",
+    ),
+    Fault(
+        "requests move to prefill instances",
+        MIGRATION,
+        "return free and same and inst.role != ROLE_PREFILL",
+        "return free and same",
+    ),
+    Fault(
+        "waiting requests leave an instance that drains",
+        MIGRATION,
+        "    if env.pools != 0:\n        return inst.decodes > 0",
+        "    if False:\n        return inst.decodes > 0",
+    ),
+    Fault(
+        "an instance that drains does not wait for its exports",
+        LIFECYCLE,
+        "    busy = busy or inst.exports > 0 or inst.pulls > 0\n",
+        "    busy = busy or inst.pulls > 0\n",
+    ),
+    Fault(
+        "the last prefill instance is drained",
+        LIFECYCLE,
+        "last = inst.role != ROLE_DECODE and env.ready_to_prefill == 1",
+        "last = False",
+    ),
+    Fault(
+        "the last decode instance is drained",
+        LIFECYCLE,
+        "last = last or (inst.role != ROLE_PREFILL and env.ready_to_decode == 1)",
+        "last = last",
+    ),
+    Fault(
+        "SCALE offers one absent instance of a profile, whatever its role",
+        "cluster/loading.py",
+        "[numbers[kind] for kind in kinds]",
+        "[fleet.profiles.index(profile) for profile in fleet.profiles]",
+    ),
+    Fault(
+        "what a failed decode instance was to pull stays exported",
+        LIFECYCLE,
+        "        if transfer_at(s, index).source != NIL:\n"
+        "            leave_if_drained(s, env, handover.let_go(s, env, index, time_s), time_s)\n",
+        "        if transfer_at(s, index).source != NIL:\n            transfer_at(s, index).source = NIL\n",
+    ),
+    Fault(
+        "requests wait for the cache of an instance that has failed",
+        LIFECYCLE,
+        "    if env.pools != 0:\n        _lose_exports(s, env, g, time_s)\n",
+        "",
+    ),
+    Fault(
+        "the blocks of a pull that ends early are lost",
+        HANDOVER,
+        "    inst.free_blocks += slot.held_blocks - slot.node_blocks\n",
+        "",
     ),
 )

@@ -29,6 +29,7 @@ def fleet_config(fleet: OracleFleet) -> FleetConfig:
         rebalancing=fleet.rebalancing,
         scaling=fleet.scaling,
         failures=fleet.failures,
+        pools=fleet.pools,
     )
 
 
@@ -71,6 +72,7 @@ def assert_same_fleet(log: RunLog, expected: FleetResult) -> None:
         ("first_token_s", arrived),
         ("finish_s", finished),
         ("downtime_s", arrived),
+        ("handover_s", arrived),
     ):
         theirs = np.array([getattr(r, name) for r in requests])
         np.testing.assert_allclose(log.requests[name][rows], theirs[rows], rtol=1e-9, atol=1e-12, err_msg=name)
@@ -81,6 +83,7 @@ def assert_same_fleet(log: RunLog, expected: FleetResult) -> None:
         ("generated", arrived),
         ("migrations", arrived),
         ("restarts", arrived),
+        ("prefill_instance", arrived),
     ):
         theirs = np.array([getattr(r, name) for r in requests])
         np.testing.assert_array_equal(log.requests[name][rows], theirs[rows], name)

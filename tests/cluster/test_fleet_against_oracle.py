@@ -1,10 +1,10 @@
-"""Migration, lifecycle and failures in the kernel against the second model of tests/oracle_fleet.py."""
+"""Migration, lifecycle, failures and pools in the kernel against the second model of tests/oracle_fleet.py."""
 
 import numpy as np
 from comparison import assert_bitwise_equal
 from fleet_comparison import FleetCase, assert_same_run, run_kernel_fleet
 from hypothesis import given
-from strategies import fleets, fleets_on_grid
+from strategies import fleets, fleets_on_grid, pools, pools_on_grid
 
 
 @given(fleets())
@@ -17,7 +17,17 @@ def test_ties_equal_the_oracle(case: FleetCase) -> None:
     assert_same_run(case)
 
 
-@given(fleets() | fleets_on_grid())
+@given(pools())
+def test_hand_overs_equal_the_oracle(case: FleetCase) -> None:
+    assert_same_run(case)
+
+
+@given(pools_on_grid())
+def test_ties_with_pools_equal_the_oracle(case: FleetCase) -> None:
+    assert_same_run(case)
+
+
+@given(fleets() | fleets_on_grid() | pools() | pools_on_grid())
 def test_leaps_equal_single_steps_bitwise(case: FleetCase) -> None:
     leaping, asked = run_kernel_fleet(case, leap=True)
     stepping, asked_stepping = run_kernel_fleet(case, leap=False)
@@ -27,6 +37,6 @@ def test_leaps_equal_single_steps_bitwise(case: FleetCase) -> None:
     assert_bitwise_equal(leaping, stepping)
 
 
-@given(fleets() | fleets_on_grid())
+@given(fleets() | fleets_on_grid() | pools() | pools_on_grid())
 def test_conservation(case: FleetCase) -> None:
     run_kernel_fleet(case, leap=True, check=True)
