@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from fleetpilot.agents.schema import ILLEGAL, PRESENT
 from fleetpilot.fleet.features import KINDS, write_features
 from fleetpilot.fleet.jit import UNCOMPILED, inlined, kernel
-from fleetpilot.fleet.policy import choose_at, random_unit
+from fleetpilot.fleet.policy import answers, choose_at, random_unit
 from fleetpilot.fleet.view import NONE
 
 GREEDY, SAMPLE = range(2)
@@ -371,7 +371,7 @@ def decide(memory: Any, instances: Any, requests: Any, fleets: Any) -> int:
     _add_one(memory, _DECISIONS)
     if is_out_of_range(memory, x[0], request[0], fleet[0]):
         _add_one(memory, _OUT_OF_RANGE)
-        if (words[_FALLBACK_KINDS] >> fleets[0].kind) & 1 == 0:
+        if not answers(words[_FALLBACK_KINDS], fleets[0].kind):
             return NONE
         return _fall_back(memory, instances, requests, fleets)
     logits = np.empty(count + 1, np.float32)

@@ -26,7 +26,11 @@ __all__ = [
 
 ENVIRONMENTS: dict[str, dict[str, Any]] = {
     "fleetpilot/Dispatch-v0": {},
-    "fleetpilot/Fleet-v0": {"kinds": ["dispatch", "source", "destination", "scale"], "scenario": "tides"},
+    "fleetpilot/Disaggregated-v0": {"kinds": ["prefill", "decode"], "scenario": "pd_mixed_bursty"},
+    "fleetpilot/Fleet-v0": {
+        "kinds": ["dispatch", "prefill", "decode", "source", "destination", "scale"],
+        "scenario": "tides",
+    },
     "fleetpilot/Rebalance-v0": {"kinds": ["source", "destination"], "others": "llumnix", "scenario": "llumnix/M-M"},
     "fleetpilot/Scale-v0": {"kinds": ["scale"], "others": "llumnix", "scenario": "tides"},
 }

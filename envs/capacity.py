@@ -7,13 +7,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleetpilot.cluster.config import Pools
 from fleetpilot.cluster.state import MODE_CHUNKED
 from fleetpilot.fleet.cost_model import base_time_s
 from fleetpilot.fleet.jit import inlined, kernel
+from fleetpilot.fleet.view import ROLE_DECODE, ROLE_PREFILL, ROLES
 from fleetpilot.workloads.table import RequestTable
 
 
-def capacity_rps(engine: NDArray[np.void], table: RequestTable, instances: int = 1) -> float:
+def mean_capacity_rps(engine: NDArray[np.void], table: RequestTable, instances: int, pools: Pools | None) -> float:
+    """Requests per second and instance of a fleet of equal ones.
+
+    With pools: what its mixed instances get through by themselves, and what the narrower of the two pools lets through.
+    """
+    if pools is None:
+        return capacity_rps(engine, table, instances)
+    roles = pools.roles
+    mixed, prefill, decode = (
+        roles.count(role) * capacity_rps(engine, table, roles.count(role), role) if role in roles else 0.0
+        for role in ROLES
+    )
+    return (mixed + min(prefill, decode)) / instances
+
+
+def capacity_rps(engine: NDArray[np.void], table: RequestTable, instances: int = 1, role: str = "mixed") -> float:
     """Requests per second that each instance of a fleet finishes with a full batch of such requests, without end.
 
     Little's law, in iterations. A batch of B decodes finishes B / E[output] requests per iteration, so as many are
@@ -23,6 +40,9 @@ def capacity_rps(engine: NDArray[np.void], table: RequestTable, instances: int =
     in the cache, each on one instance, if that leaves room for more requests than keeping one's prefix oneself:
     dispatch as good as it gets.
 
+    An instance that only prefills fills its iterations with them, one that only decodes computes one prompt token of
+    each request.
+
     Preemptions and the unevenness of prefill are left out. Against the simulator (one instance, a backlog that never
     ends) it is within 10 %, with a factor for memory that answers of very different lengths fight for:
     tests/envs/test_episodes.py.
@@ -31,9 +51,10 @@ def capacity_rps(engine: NDArray[np.void], table: RequestTable, instances: int =
         engine: the `ENGINE` record of the instances.
         table: requests; only their lengths and shared prefixes count.
         instances: that the shared prefixes are spread over.
+        role: of the instances, one of `ROLES`.
     """
     columns = table.prompt_tokens, table.output_tokens, table.prefix_node, table.node_parent, table.node_end_tokens
-    return float(_capacity_rps(engine.reshape(1).view(np.recarray), *columns, instances))
+    return float(_capacity_rps(engine.reshape(1).view(np.recarray), *columns, instances, ROLES.index(role)))
 
 
 @kernel
@@ -45,6 +66,7 @@ def _capacity_rps(
     node_parent: Any,
     node_end_tokens: Any,
     instances: int,
+    role: int,
 ) -> float:
     engine = engines[0]
     size = engine.block_size
@@ -66,6 +88,9 @@ def _capacity_rps(
         attention += rest * (hit + rest / 2)
         output_x_own += output_tokens[i] * (rest + output_tokens[i] / 2)
         output_x_cached += output_tokens[i] * hit
+    if role == ROLE_PREFILL:
+        at_once = engine.max_num_batched_tokens * n / own
+        return at_once / _iteration_s(engine.cost, at_once * own / n, at_once * attention / n, 0.0, 0.0)
     shared_tokens = 0.0
     for node in range(len(used)):
         if used[node]:
@@ -78,6 +103,9 @@ def _capacity_rps(
     batch = min(float(engine.max_num_seqs), max(apart, together, 1.0))
     finished = batch * n / output  # per decode step
     context_tokens = batch * (own_tokens + output_x_cached / output)
+    if role == ROLE_DECODE:
+        attention = own + cached
+        own = n * 1.0
     if engine.mode == MODE_CHUNKED:
         step_s = _iteration_s(engine.cost, finished * own / n, finished * attention / n, batch, context_tokens)
     else:  # an iteration of its own for every prefill, or for all that fall to one decode step

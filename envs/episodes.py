@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.cluster import FleetConfig, Telemetry
-from fleetpilot.cluster.config import Failures, Rebalancing, Scaling
+from fleetpilot.cluster.config import Failures, Pools, Rebalancing, Scaling
 from fleetpilot.cluster.loading import check_fits, engine_record
 from fleetpilot.cluster.state import Capacity
-from fleetpilot.envs.capacity import capacity_rps
+from fleetpilot.envs.capacity import mean_capacity_rps
 from fleetpilot.envs.parameters import MAX_INSTANCES, Parameter, Range, checked_names, checked_type
 from fleetpilot.envs.requests import RequestSource
 from fleetpilot.envs.rewards import RewardWeights
@@ -34,7 +34,7 @@ from fleetpilot.workloads.table import RequestTable
 
 _LEAST_POLL_INTERVAL_S = 0.05
 _MOST_POLL_DELAY_S = 1.0
-CHANGES = ("profile", "reward", "max_hold_s", "rebalancing", "scaling")
+CHANGES = ("profile", "reward", "max_hold_s", "rebalancing", "scaling", "pools")
 """Attributes that `Scenario.with_changes` takes beside parameters."""
 
 _SIZES = ("fleet_size", "warmup_requests", "scored_requests", "losses")
@@ -131,6 +131,8 @@ class Scenario:
         rebalancing: how requests move where someone decides that; None: they never do.
         scaling: how instances are started and drained where someone decides that, but for `ready` and `start_up_s`,
             which are parameters of the episode; None: they never are.
+        pools: the roles of a fleet's instances, again and again from its first to its last, and how requests go from
+            prefill to decode; None: all instances are mixed.
         ranges: of `FLEET_PARAMETERS`, `requests.parameters`, `LIFE_PARAMETERS` and `PREDICTION_PARAMETERS`, where they
             differ from the defaults; `fleet_size` is the number of slots of the environment unless given.
         reward: weights of the reward's components.
@@ -146,6 +148,7 @@ class Scenario:
     warm_up: str = "join-shortest-queue"
     rebalancing: Rebalancing | None = field(default_factory=Rebalancing)
     scaling: Scaling | None = field(default_factory=Scaling)
+    pools: Pools | None = None
     ranges: Mapping[str, Range] = field(default_factory=dict)
     reward: RewardWeights = field(default_factory=RewardWeights)
 
@@ -154,6 +157,7 @@ class Scenario:
         checked_type("reward", self.reward, RewardWeights, "RewardWeights")
         checked_type("rebalancing", self.rebalancing, (Rebalancing, type(None)), "a Rebalancing, or None")
         checked_type("scaling", self.scaling, (Scaling, type(None)), "a Scaling, or None")
+        checked_type("pools", self.pools, (Pools, type(None)), "Pools, or None")
         MAX_HOLD.checked("max_hold_s", self.max_hold_s)
         checked_names(self.ranges, self.parameters, f"parameter of scenario {self.name!r}")
         for name, value in self.ranges.items():
@@ -189,6 +193,10 @@ class Scenario:
         limits = {name: parameter.checked_range(name, given[name]) for name, parameter in self.parameters.items()}
         if limits["fleet_size"][1] > slots:
             raise ValueError(f"fleet_size = {given['fleet_size']!r}: expected at most instances = {slots}")
+        if self.pools is not None and limits["fleet_size"][0] < self.pools.least():
+            raise ValueError(
+                f"fleet_size = {given['fleet_size']!r}: expected {self.pools.least()} at least, for prefill and decode"
+            )
         return limits
 
     def with_changes(self, **changes: Any) -> Scenario:
@@ -221,6 +229,7 @@ class Scenario:
             classes=len(self.requests.slo_classes),
             track_targets=True,
             failures=int(limits["losses"]),
+            pools=self.pools is not None,
         )
 
     def draw(
@@ -263,7 +272,9 @@ class Scenario:
         engine = engine_record(self.hardware)
         for name, error in zip(_COEFFICIENTS, errors.tolist(), strict=True):
             engine["cost"][name] *= 1.0 + values["hardware_error"] * error
-        rate_rps = values["load"] * instances * self.capacity_factor * capacity_rps(engine, table, instances)
+        pools = None if self.pools is None else self.pools.repeated(instances)
+        capacity = mean_capacity_rps(engine, table, instances, pools)
+        rate_rps = values["load"] * instances * self.capacity_factor * capacity
         table = replace(table, name=self.name, arrival_s=table.arrival_s / rate_rps)
         warmup_s, last_s = _scored_part_s(table.arrival_s, int(warmup))
         fleet = FleetConfig.of(
@@ -275,6 +286,7 @@ class Scenario:
             rebalancing=self.rebalancing,
             scaling=self._scaling(values, instances),
             failures=_failures(values, instances, (warmup_s, last_s), life),
+            pools=pools,
         )
         check_fits(table, fleet)
         return Episode(
@@ -291,6 +303,8 @@ class Scenario:
             return None
         least = min(self.scaling.min_instances, instances)
         ready = max(round(values["ready_share"] * instances), least)
+        if self.pools is not None:
+            ready = max(ready, self.pools.least())
         return replace(self.scaling, ready=ready, min_instances=least, start_up_s=values["start_up_s"])
 
     def pins(self, options: Mapping[str, object], limits: Mapping[str, tuple[float, float]]) -> dict[str, float]:
@@ -301,6 +315,10 @@ class Scenario:
         """
         checked_names(options, self.parameters, f"option of scenario {self.name!r}")
         pinned = {name: self.parameters[name].checked(name, value) for name, value in options.items()}
+        if self.pools is not None and "fleet_size" in pinned and pinned["fleet_size"] < self.pools.least():
+            raise ValueError(
+                f"fleet_size = {pinned['fleet_size']:g}: expected {self.pools.least()} at least, for prefill and decode"
+            )
         for name in _SIZES:
             if name in pinned and pinned[name] > limits[name][1]:
                 raise ValueError(

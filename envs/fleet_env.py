@@ -26,12 +26,17 @@ class FleetEnv(gymnasium.Env[Observations, np.int64]):
     exact. The agent knows what a dispatcher can know: engines' metrics as old as the last poll, and its own book of
     requests in flight.
 
-    | id             | the agent answers                    | scenario      | all else                        |
-    | -------------- | ------------------------------------ | ------------- | ------------------------------- |
-    | `Dispatch-v0`  | dispatch                             | `steady`      | never happens                   |
-    | `Fleet-v0`     | dispatch, source, destination, scale | `tides`       |                                 |
-    | `Rebalance-v0` | source, destination                  | `llumnix/M-M` | by the baseline `llumnix`       |
-    | `Scale-v0`     | scale                                | `tides`       | by the baseline `llumnix`       |
+    | id                 | the agent answers                    | scenario          | all else                  |
+    | ------------------ | ------------------------------------ | ----------------- | ------------------------- |
+    | `Dispatch-v0`      | dispatch                             | `steady`          | never happens             |
+    | `Disaggregated-v0` | prefill, decode                      | `pd_mixed_bursty` | never happens             |
+    | `Fleet-v0`         | all of it                            | `tides`           |                           |
+    | `Rebalance-v0`     | source, destination                  | `llumnix/M-M`     | by the baseline `llumnix` |
+    | `Scale-v0`         | scale                                | `tides`           | by the baseline `llumnix` |
+
+    Where the scenario has pools (`pools=Pools(("prefill", "decode", "decode"))`, roles that the slots have again and
+    again), prefill and decode are asked in place of dispatch: where the prompt is processed, and, unless a mixed
+    instance was chosen, which serves the request to its end, where it decodes then.
 
     ## Action Space
     `Discrete(instances + 1)`: an instance's slot, or, last, none.
@@ -39,22 +44,26 @@ class FleetEnv(gymnasium.Env[Observations, np.int64]):
     | kind of decision | an instance                                                                | none       |
     | ---------------- | -------------------------------------------------------------------------- | ---------- |
     | dispatch         | serves the request                                                         | hold it    |
+    | prefill          | processes its prompt; mixed: serves it                                     | hold it    |
+    | decode           | pulls the KV cache of the prompt and goes on (asked right after prefill)   | hold it    |
     | source           | a request leaves it (every 0.2 s, asked again until none)                  | no more    |
     | destination      | the request of the source goes there                                       | it stays   |
     | scale            | absent: start it; ready: drain it; draining: keep it (every 10 s, likewise)| no more    |
 
-    A held request is asked about again when a request finishes and every 0.1 s; after 2 s it must be dispatched. None
-    is always legal for the other kinds. An illegal action (an instance that the mask leaves out, holding when it is not
-    allowed) counts as none, or, where none is not allowed either, as the instance with the fewest requests in flight;
-    it is counted in the infos.
+    A held request is asked about again when a request, or a prefill, finishes and every 0.1 s; after 2 s it must be
+    dispatched. With `decode_choice="after_prefill"` decode is asked when the prompt is processed, and must be answered.
+    None is always legal for source, destination and scale. An illegal action (an instance that the mask leaves out,
+    holding when it is not allowed) counts as none, or, where none is not allowed either, as the instance with the
+    fewest requests in flight; it is counted in the infos.
 
     ## Observation Space
     A `Dict` of float32 boxes. `N` is `instances`; docs/features.md lists every number with its unit, range, age and
-    formula. Where not only dispatch is decided, states, migrations and what the request has streamed are in it too.
+    formula. Where not only dispatch is decided, states, roles, migrations and what the request has streamed are in it
+    too.
 
     | key           | shape   | shape, not only dispatch | what                                              |
     | ------------- | ------- | ------------------------ | ------------------------------------------------- |
-    | `instances`   | (N, 24) | (N, 32)                  | one row per slot, 0 where there is no instance    |
+    | `instances`   | (N, 24) | (N, 35)                  | one row per slot, 0 where there is no instance    |
     | `request`     | (8,)    | (9,)                     | the request to be dispatched or moved, if any     |
     | `fleet`       | (11,)   | (15,)                    | the fleet as a whole                              |
     | `kind`        | (6,)    | (6,)                     | one-hot kind of decision                          |
@@ -93,10 +102,10 @@ class FleetEnv(gymnasium.Env[Observations, np.int64]):
     `gymnasium.make("fleetpilot.envs:fleetpilot/Dispatch-v0", scenario="steady", instances=16, **changes)`. `scenario`
     is a name (`fleetpilot.envs.scenarios.SCENARIOS`) or a `Scenario`; `changes` set its parameters to a number or a
     range: `load=0.9`, `cv=(1.0, 4.0)`, `fleet_size=(8, 16)`, `losses=1`, `profile="a100-qwen3-8b"`,
-    `rebalancing=Rebalancing(interval_s=1.0)`, `reward=RewardWeights(slo_miss=2.0)`. `kinds` are the kinds of decision
-    that the agent answers, `others` is the baseline that answers what it can of the rest (`llumnix?low=20`); what
-    nobody answers is not asked. `render_mode` is `ansi` or `rgb_array` (`human` shows the latter in a window
-    and needs pygame).
+    `rebalancing=Rebalancing(interval_s=1.0)`, `pools=Pools(("prefill", "decode"))`,
+    `reward=RewardWeights(slo_miss=2.0)`. `kinds` are the kinds of decision that the agent answers, `others` is the
+    baseline that answers what it can of the rest (`llumnix?low=20`); what nobody answers is not asked.
+    `render_mode` is `ansi` or `rgb_array` (`human` shows the latter in a window and needs pygame).
 
     ## Vectorized environment
     `gymnasium.make_vec("fleetpilot.envs:fleetpilot/Dispatch-v0", num_envs=64, autoreset_mode=..., threads=1)` makes a

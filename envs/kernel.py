@@ -17,7 +17,8 @@ from fleetpilot.cluster.state import ENDED, NEED_DECISION, NIL
 from fleetpilot.envs.rewards import BILLED_S, COMPONENTS, COSTS, MIGRATIONS, billed_s, write_components
 from fleetpilot.fleet.features import feature_arrays, write_features
 from fleetpilot.fleet.jit import inlined, kernel
-from fleetpilot.fleet.policy import choose_at
+from fleetpilot.fleet.policy import answers, choose_at, knows
+from fleetpilot.fleet.view import KIND_DISPATCH
 
 EPISODE = np.dtype(
     [
@@ -84,11 +85,6 @@ def outputs(environments: int, instances: int, kinds: Collection[int]) -> Callab
 
 
 @inlined
-def _is_of(kinds: int, kind: int) -> bool:
-    return (kinds >> kind) & 1 != 0
-
-
-@inlined
 def _has_choice(s: Any, e: int) -> bool:
     """Whether any answer to the pending decision is legal; none is where all instances are gone."""
     if view_fleet_at(s, e).may_hold != 0:
@@ -103,19 +99,32 @@ def _has_choice(s: Any, e: int) -> bool:
 @inlined
 def _is_for(s: Any, e: int, kinds: int) -> bool:
     """Whether the pending decision is of these kinds, and leaves a choice."""
-    return _is_of(kinds, env_at(s, e).decision_kind) and _has_choice(s, e)
+    return answers(kinds, env_at(s, e).decision_kind) and _has_choice(s, e)
+
+
+@inlined
+def _choice(s: Any, e: int, policy: Any, kinds: int, instances: Any, request: Any, fleet: Any) -> int:
+    """The answer of the compiled policy at an address, which knows these kinds of decision; NIL if it has none."""
+    kind = env_at(s, e).decision_kind
+    if not answers(kinds, kind):
+        return NIL
+    if not knows(kinds, kind):
+        fleet[e].kind = KIND_DISPATCH
+    return choose_at(policy, instances[e], request[e : e + 1], fleet[e : e + 1])
 
 
 @kernel
-def _answer_others(s: Any, e: int, kinds: int, others: Any, instances: Any, request: Any, fleet: Any) -> int:
+def _answer_others(
+    s: Any, e: int, kinds: int, others: Any, other_kinds: int, instances: Any, request: Any, fleet: Any
+) -> int:
     """Answer decisions until one is for the agent; returns what `advance` did last."""
     env = env_at(s, e)
     invalid = env.invalid
     status = NEED_DECISION
     while status == NEED_DECISION and not _is_for(s, e, kinds):
         choice = NIL
-        if not _is_of(kinds, env.decision_kind):
-            choice = choose_at(others, instances[e], request[e : e + 1], fleet[e : e + 1])
+        if not answers(kinds, env.decision_kind):
+            choice = _choice(s, e, others, other_kinds, instances, request, fleet)
         cluster.apply(s, e, choice)
         status = cluster.advance(s, e)
     env.invalid = invalid  # the agent's
@@ -131,6 +140,7 @@ def begin_rows(
     warm_up: Any,
     warm_up_kinds: int,
     others: Any,
+    other_kinds: int,
     instances: Any,
     request: Any,
     fleet: Any,
@@ -145,7 +155,8 @@ def begin_rows(
 
     `s` is the handle of the clusters, `instances`, `request` and `fleet` are their live view, `scratch` is for
     `write_features`. The compiled policy at the address `warm_up` decides in the warm-up, as far as it answers the kind
-    of decision (`warm_up_kinds`, a bit for each), that at `others` decides after it what is not of the agent's `kinds`.
+    of decision (`warm_up_kinds`, a bit for each), that at `others` decides after it what is not of the agent's `kinds`
+    (and of `other_kinds`).
     The first observations are written to the `Outputs` at these rows.
 
     Returns:
@@ -159,10 +170,9 @@ def begin_rows(
         while status == NEED_DECISION:
             choice = NIL
             if env.time_s < episode.warmup_s:
-                if _is_of(warm_up_kinds, env.decision_kind):
-                    choice = choose_at(warm_up, instances[e], request[e : e + 1], fleet[e : e + 1])
-            elif not _is_of(kinds, env.decision_kind):
-                choice = choose_at(others, instances[e], request[e : e + 1], fleet[e : e + 1])
+                choice = _choice(s, e, warm_up, warm_up_kinds, instances, request, fleet)
+            elif not answers(kinds, env.decision_kind):
+                choice = _choice(s, e, others, other_kinds, instances, request, fleet)
             elif _has_choice(s, e):
                 break
             cluster.apply(s, e, choice)
@@ -218,6 +228,7 @@ def step_rows(
     weights: Any,
     kinds: int,
     others: Any,
+    other_kinds: int,
     instances: Any,
     request: Any,
     fleet: Any,
@@ -240,7 +251,7 @@ def step_rows(
     `request` and `fleet` are their live view, `scratch` is this thread's for `write_features`; all arguments after it
     are `Outputs`. `metrics`, (E, METRICS), is written in rows whose episode ends. An action is an instance's slot, or N
     for none; anything else is illegal. The agent answers the decisions of `kinds`, a bit for each, the compiled policy
-    at the address `others` the rest.
+    at the address `others`, which knows `other_kinds`, the rest.
 
     Returns:
         Number of rows whose episode ended; -1 - row where a row got into a state that no decision ends.
@@ -263,7 +274,7 @@ def step_rows(
         cluster.apply(s, e, choice)
         status = cluster.advance(s, e)
         if status == NEED_DECISION and not _is_for(s, e, kinds):
-            status = _answer_others(s, e, kinds, others, instances, request, fleet)
+            status = _answer_others(s, e, kinds, others, other_kinds, instances, request, fleet)
         if status != NEED_DECISION and status != ENDED:
             return -1 - e
         episode.steps += 1

@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 
 from fleetpilot.cluster.batch import ClusterBatch
 from fleetpilot.cluster.kv_cache import blocks_for
-from fleetpilot.cluster.memory import batch_at, engine_at, instance_at, migration_at, node_at, residency_at, slot_at
+from fleetpilot.cluster.memory import (
+    batch_at,
+    engine_at,
+    env_at,
+    instance_at,
+    migration_at,
+    node_at,
+    residency_at,
+    slot_at,
+    transfer_at,
+)
 from fleetpilot.cluster.prefix_cache import leaf
 from fleetpilot.cluster.state import DECODE, HANDING_OVER, NEVER, NIL, State
 from fleetpilot.cluster.telemetry import steps_before, used_blocks
@@ -191,7 +201,28 @@ def _moving_blocks(s: Any, g: int) -> int:
         index = slot_at(s, index).next
     if inst.migration == g and migration_at(s, g).phase == HANDING_OVER:
         blocks += _blocks_alone(s, inst, engine_at(s, g), slot_at(s, migration_at(s, g).slot))
+    if env_at(s, inst.env).pools != 0:
+        blocks += _handed_over_blocks(s, env_at(s, inst.env), inst, g)
     return blocks  # type: ignore[no-any-return]
+
+
+@kernel
+def _handed_over_blocks(s: Any, env: Any, inst: Any, g: int) -> int:
+    """Blocks of requests that another instance pulls from here, and of those that are pulled, or were, to join."""
+    blocks = 0
+    for index in range(env.slot0, env.slot0 + env.used_slots):
+        if slot_at(s, index).row != NIL and transfer_at(s, index).source == g:
+            blocks += transfer_at(s, index).held_blocks - transfer_at(s, index).node_blocks
+    index = inst.transfers
+    while index != NIL:
+        if index >= env.slot0:
+            blocks += slot_at(s, index).held_blocks - slot_at(s, index).node_blocks
+        index = transfer_at(s, index).next
+    index = inst.pulled
+    while index != NIL:
+        blocks += slot_at(s, index).held_blocks - slot_at(s, index).node_blocks
+        index = slot_at(s, index).next
+    return blocks
 
 
 @kernel

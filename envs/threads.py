@@ -59,7 +59,8 @@ class Stepper:
         episodes: (E,) `EPISODE`.
         metrics: (E, METRICS), written in rows whose episode ends.
         weights: of the reward's components.
-        deciders: of `step_rows`: the kinds of decision that are the agent's, and the policy that answers the others.
+        deciders: of `step_rows`: the kinds of decision that are the agent's, the policy that answers the others, and
+            the kinds that this one knows.
         threads: this one included; no more than rows are used.
     """
 
@@ -69,7 +70,7 @@ class Stepper:
         episodes: NDArray[np.void],
         metrics: NDArray[np.float64],
         weights: NDArray[np.float64],
-        deciders: tuple[int, Any],
+        deciders: tuple[int, Any, int],
         threads: int,
     ):
         rows = len(episodes)

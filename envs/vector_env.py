@@ -28,7 +28,15 @@ from fleetpilot.envs.threads import Stepper
 from fleetpilot.fleet.features import KINDS, Feature, feature_arrays, feature_scratch, features, features_for
 from fleetpilot.fleet.jit import UNCOMPILED
 from fleetpilot.fleet.policy import CompiledPolicy, require_compiled
-from fleetpilot.fleet.view import KIND_DESTINATION, KIND_DISPATCH, KIND_SCALE, KIND_SOURCE, FleetView
+from fleetpilot.fleet.view import (
+    KIND_DECODE,
+    KIND_DESTINATION,
+    KIND_DISPATCH,
+    KIND_PREFILL,
+    KIND_SCALE,
+    KIND_SOURCE,
+    FleetView,
+)
 
 Observations = dict[str, NDArray[np.float32]]
 Infos = dict[str, Any]
@@ -38,7 +46,7 @@ _MOST_ENVS, _MOST_THREADS = 65_536, 1024
 _MOST_STEPS = int(np.iinfo(np.int64).max)
 _TRIES = 100
 _REWARDS = [(f"reward_{name}", f"_reward_{name}") for name in COMPONENTS]
-_DECIDED = (KIND_DISPATCH, KIND_SOURCE, KIND_DESTINATION, KIND_SCALE)
+_DECIDED = (KIND_DISPATCH, KIND_PREFILL, KIND_DECODE, KIND_SOURCE, KIND_DESTINATION, KIND_SCALE)
 
 
 def observation_space(instances: int, kinds: Collection[int] = (KIND_DISPATCH,)) -> Dict:
@@ -81,18 +89,24 @@ def _kinds(names: object) -> tuple[int, ...]:
     return tuple(kind for kind in _DECIDED if KINDS[kind] in names)
 
 
-def _deciders(kinds: tuple[int, ...], others: CompiledPolicy | None) -> set[int]:
+def _deciders(kinds: tuple[int, ...], others: CompiledPolicy | None, *, pools: bool) -> set[int]:
     """The kinds of decision that someone answers: the agent those of `kinds`, `others` what it can of the rest.
+
+    Who dispatches chooses in pools as well.
 
     Raises:
         ValueError: nobody dispatches, or sources have no destinations.
     """
     answered = {*kinds, *(others.kinds if others else ())}
     said = f"kinds = {[KINDS[kind] for kind in kinds]}, others = {others.name if others else None!r}"
-    if KIND_DISPATCH not in answered:
-        raise ValueError(f"{said}: expected one of them to answer dispatch")
+    needed = (KIND_PREFILL, KIND_DECODE) if pools else (KIND_DISPATCH,)
+    for kind in () if KIND_DISPATCH in answered else needed:
+        if kind not in answered:
+            raise ValueError(f"{said}: expected one of them to answer {KINDS[kind]}")
     if (KIND_SOURCE in answered) != (KIND_DESTINATION in answered):
         raise ValueError(f"{said}: expected them to answer source and destination, or neither")
+    if KIND_DISPATCH in kinds:
+        answered -= {KIND_PREFILL, KIND_DECODE} - set(kinds)
     return answered
 
 
@@ -128,11 +142,12 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         scenario: name of a scenario (`fleetpilot.envs.scenarios`), or a `Scenario`.
         instances: slots for instances, the N of the spaces, at most 4,096; a fleet may be smaller (`fleet_size`).
         threads: that step the rows.
-        kinds: of decision that the agent answers: some of ``dispatch``, ``source``, ``destination``, ``scale``.
+        kinds: of decision that the agent answers: some of ``dispatch``, ``prefill``, ``decode``, ``source``,
+            ``destination``, ``scale``. With pools, dispatch stands for prefill and decode.
         others: a baseline without state (`fleetpilot.baselines`), or the folder of an exported policy, that answers
             what it can of the other kinds. What nobody answers is not asked.
         **changes: of the scenario: parameters as a number or a range, `profile`, `reward`, `max_hold_s`,
-            `rebalancing`, `scaling` (`Scenario.with_changes`).
+            `rebalancing`, `scaling`, `pools` (`Scenario.with_changes`).
     """
 
     metadata: dict[str, Any] = {"render_modes": RENDER_MODES, "render_fps": 10}  # noqa: RUF012
@@ -159,7 +174,6 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         checked_type("others", others, (str, type(None)), "the name of a baseline, or None")
         self._kinds = _kinds(kinds)
         other_policy = None if others is None else require_compiled("others", load_policy(others))
-        self._answered = _deciders(self._kinds, other_policy)
         checked_type("scenario", scenario, (str, Scenario), "the name of a scenario, or a Scenario")
         if autoreset_mode not in [*AutoresetMode, *(mode.value for mode in AutoresetMode)]:
             modes = ", ".join(mode.value for mode in AutoresetMode)
@@ -171,6 +185,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = {**type(self).metadata, "autoreset_mode": self.autoreset_mode}
         chosen = (load_scenario(scenario) if isinstance(scenario, str) else scenario).with_changes(**changes)
+        self._answered = _deciders(self._kinds, other_policy, pools=chosen.pools is not None)
         self.scenario = replace(
             chosen,
             rebalancing=chosen.rebalancing if KIND_SOURCE in self._answered else None,
@@ -184,7 +199,8 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self._limits = self.scenario.limits(instances)
         warm_up = require_compiled("warm_up", load_policy(self.scenario.warm_up))
         self._policies = warm_up, other_policy or warm_up  # they must live
-        self._deciders: tuple[int, Any] = _bits(self._kinds), self._policies[1].address
+        second = self._policies[1]
+        self._deciders: tuple[int, Any, int] = _bits(self._kinds), second.address, _bits(second.kinds)
         self._warm_up: tuple[Any, int] = warm_up.address, _bits(warm_up.kinds)
         self._cluster = ClusterBatch(self.scenario.size(num_envs, instances))
         self._episodes: NDArray[np.void] = np.zeros(num_envs, EPISODE)
@@ -434,7 +450,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
                 self._episodes,
                 self._deciders[0],
                 *self._warm_up,
-                self._deciders[1],
+                *self._deciders[1:],
                 view.instances,
                 view.request,
                 view.fleet,

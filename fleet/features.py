@@ -14,6 +14,7 @@ fleet, and
 - ``ratio(x, y) = x / y``, 0 where y is 0;
 - ``part(x)``: the share of all instances for which x holds;
 - the states ``ABSENT``, ``STARTING``, ``READY``, ``DRAINING``, ``FAILED``;
+- the roles ``MIXED``, ``PREFILL``, ``DECODE``;
 - the quantities of `QUANTITIES`.
 
 Results are clipped to the stated range. Rows of slots without an instance are 0.
@@ -38,6 +39,9 @@ from fleetpilot.fleet.view import (
     INSTANCE_FIELDS,
     KIND_DISPATCH,
     REQUEST_FIELDS,
+    ROLE_DECODE,
+    ROLE_MIXED,
+    ROLE_PREFILL,
     STATE_ABSENT,
     STATE_DRAINING,
     STATE_FAILED,
@@ -57,6 +61,9 @@ STATES = {
     "FAILED": STATE_FAILED,
 }
 """Names in formulas of what `i.state` may be."""
+
+ROLE_NAMES = {"MIXED": ROLE_MIXED, "PREFILL": ROLE_PREFILL, "DECODE": ROLE_DECODE}
+"""Names in formulas of what `i.role` may be."""
 
 Age = Literal["now", "poll"]
 
@@ -287,6 +294,11 @@ MORE_INSTANCE_FEATURES: tuple[Feature, ...] = (
         "now",
         "(r.prompt_tokens + r.streamed_tokens) / kv_tokens",
         "what this request is by now over its KV capacity",
+    ),
+    Feature("prefill_only", "0/1", 0, 1, "now", "i.role == PREFILL", "hands its requests over to be decoded"),
+    Feature("decode_only", "0/1", 0, 1, "now", "i.role == DECODE", "decodes what was prefilled elsewhere"),
+    Feature(
+        "origin", "0/1", 0, 1, "now", "i.origin", "the request comes from it: source of a migration, or of a hand-over"
     ),
 )
 
@@ -601,6 +613,9 @@ def _write_more(
             instances[row, k, _F + 5] = i.migrating
             instances[row, k, _F + 6] = _clip(i.urgent / max(i.in_flight, 1.0), 0.0, 1.0)
             instances[row, k, _F + 7] = _clip(moving_tokens / (i.kv_capacity_blocks * i.block_size), 0.0, 2.0)
+            instances[row, k, _F + 8] = 1.0 if i.role == ROLE_PREFILL else 0.0
+            instances[row, k, _F + 9] = 1.0 if i.role == ROLE_DECODE else 0.0
+            instances[row, k, _F + 10] = i.origin
             present += 1
             ready += 1 if i.state == STATE_READY else 0
             starting += 1 if i.state == STATE_STARTING else 0

@@ -22,6 +22,7 @@ from fleetpilot.baselines import load_policy
 from fleetpilot.envs import ENVIRONMENTS
 from fleetpilot.fleet.features import KINDS
 from fleetpilot.fleet.policy import CompiledPolicy, kinds_of
+from fleetpilot.fleet.view import KIND_DECODE, KIND_DISPATCH, KIND_PREFILL
 from fleetpilot.training.callbacks import Checkpoints, Progress, Validator
 from fleetpilot.training.checkpoint import read_checkpoint, restore
 from fleetpilot.training.config import TrainConfig, config_to_toml, load_config
@@ -267,7 +268,9 @@ class _Run:
             found = {}
             for name in names:
                 policy: Any = load_policy(name)
-                if missing := set(self.kinds) - set(kinds_of(policy)):
+                known = set(kinds_of(policy))
+                known |= {KIND_PREFILL, KIND_DECODE} if KIND_DISPATCH in known else set()
+                if missing := set(self.kinds) - known:
                     words = ", ".join(KINDS[kind] for kind in sorted(missing))
                     raise ValueError(f"imitation.policies: {name} does not answer {words}; expected one that does")
                 settings = config.validation

@@ -12,6 +12,7 @@ from fleetpilot.envs.scenarios import (
     maintenance,
     morning_peak,
     node_loss,
+    pd_mixed_bursty,
     slo_1000rps,
     steady,
     tides,
@@ -30,6 +31,7 @@ SCENARIOS: dict[str, Scenario] = {
         tides.SCENARIO,
         maintenance.SCENARIO,
         node_loss.SCENARIO,
+        pd_mixed_bursty.SCENARIO,
         *llumnix.SCENARIOS,
     )
 }

@@ -11,7 +11,7 @@ import pytest
 from fleetpilot.cluster import FleetConfig
 from fleetpilot.cluster.loading import engine_record, node_records, row_records
 from fleetpilot.envs import SCENARIOS, load_scenario, scenario_rows
-from fleetpilot.envs.capacity import capacity_rps
+from fleetpilot.envs.capacity import mean_capacity_rps
 from fleetpilot.envs.episodes import Episode, Scenario
 from fleetpilot.envs.requests import LlumnixRequests, RequestMix, SessionRequests
 from fleetpilot.evaluation.segments import capacity_rps as measured_capacity_rps
@@ -130,7 +130,7 @@ def test_the_warm_up_leaves_requests_to_score(name: str) -> None:
     for warmup, scored in ((1, 1), (50, 1), (20, 10)):
         scenario = load_scenario(name).with_changes(warmup_requests=warmup, scored_requests=scored)
         for seed in range(5):
-            episode = draw(scenario, seed, fleet_size=1)
+            episode = draw(scenario, seed, fleet_size=1 if scenario.pools is None else 2)
             assert episode.warmup_s <= episode.table.span_s
 
 
@@ -152,8 +152,15 @@ def test_capacity_is_what_the_simulator_gets_through(name: str) -> None:
         scenario = dataclasses.replace(scenario, requests=dataclasses.replace(source, prefixes=prefixes))
     hardware = scenario.hardware.replace(priority_order=False)  # or the backlog is served by kind
     tables = [table_of(scenario, 10_000, seed) for seed in range(3)]
-    measured_rps = [measured_capacity_rps(table, FleetConfig((hardware,))) for table in tables]
-    formula_rps = [scenario.capacity_factor * capacity_rps(engine_record(hardware), table) for table in tables]
+    instances = 1 if scenario.pools is None else len(scenario.pools.roles)
+    fleet = FleetConfig((hardware,) * instances, pools=scenario.pools)
+    measured_rps = [measured_capacity_rps(table, fleet) for table in tables]
+    formula_rps = [
+        scenario.capacity_factor
+        * instances
+        * mean_capacity_rps(engine_record(hardware), table, instances, scenario.pools)
+        for table in tables
+    ]
     assert np.mean(formula_rps) == pytest.approx(np.mean(measured_rps), rel=0.10)
 
 

@@ -153,7 +153,7 @@ def test_only_the_agents_kinds_are_asked_and_all_of_them(id: str) -> None:
         assert all(envs.observation_space[key].contains(array) for key, array in observations.items())
         observations, rewards, *_ = envs.step(legal_actions(envs, rng))
         assert np.isfinite(rewards).all()
-    assert {int(kind) for kind in np.flatnonzero(asked)} == set(envs._kinds)
+    assert {int(kind) for kind in np.flatnonzero(asked)} == set(envs._kinds) & set(ALL_KINDS)  # there are no pools
 
 
 # --- who answers ------------------------------------------------------------------------------------------------------
@@ -204,8 +204,9 @@ def test_what_nobody_answers_is_not_asked() -> None:
         ({"kinds": ["scale"]}, ValueError, r"kinds = \['scale'\], others = None: expected one of them to answer disp"),
         ({"kinds": ["dispatch", "source"]}, ValueError, "expected them to answer source and destination, or neither"),
         ({"kinds": ["source"], "others": "round-robin"}, ValueError, "expected them to answer source and destination"),
-        ({"kinds": []}, ValueError, r"kinds = \[\]: expected some of dispatch, source, destination, scale"),
-        ({"kinds": ["prefill"]}, ValueError, r"kinds = \['prefill'\]: expected some of dispatch"),
+        ({"kinds": []}, ValueError, r"kinds = \[\]: expected some of dispatch, prefill, decode, source, dest"),
+        ({"kinds": ["prefill"]}, ValueError, r"kinds = \['prefill'\], others = None: expected one of them to answer d"),
+        ({"kinds": ["admit"]}, ValueError, r"kinds = \['admit'\]: expected some of dispatch"),
         ({"kinds": "dispatch"}, TypeError, "kinds = 'dispatch': expected a list of some of dispatch"),
         ({"kinds": None}, TypeError, "kinds = None: expected a list"),
         ({"others": "lumnix"}, ValueError, "policy 'lumnix' is not known; expected one of"),

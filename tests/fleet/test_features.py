@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fleetpilot.fleet.features import (
     KINDS,
     QUANTITIES,
+    ROLE_NAMES,
     STATES,
     Feature,
     features,
@@ -53,6 +54,8 @@ def random_view(seed: int, batch: int = 3, instances: int = 7) -> FleetView:
     i["candidate"] = rng.random(i.shape) < 0.8
     i["state"] = np.where(rng.random(i.shape) < 0.6, STATE_READY, rng.integers(0, len(STATES), i.shape))
     i["migrating"] = rng.random(i.shape) < 0.3
+    i["role"] = rng.integers(0, len(ROLE_NAMES), i.shape)
+    i["origin"] = rng.random(i.shape) < 0.2
     nowhere = rng.random(i.shape) < 0.2
     i[nowhere] = np.zeros((), INSTANCE_VIEW)
     r["prompt_tokens"] = rng.integers(1, 100_000, batch) * (rng.random(batch) < 0.8)  # 0: no request
@@ -101,6 +104,7 @@ def by_formula(feature: Feature, view: FleetView, row: int) -> NDArray[np.float6
         "max": np.maximum,
         "part": lambda x: x[exists].mean() if exists.any() else 0.0,
         **STATES,
+        **ROLE_NAMES,
         "candidates": float(chosen.sum()),
     }
     with np.errstate(divide="ignore", invalid="ignore"):
