@@ -89,7 +89,10 @@ def run_text(summary: dict[str, Any], fleet: FleetConfig) -> str:
     """One run's summary for a terminal."""
     metrics = summary["metrics"]
     counts, goodput, used = metrics["requests"], metrics["goodput"], metrics["fleet"]
-    kinds = Counter(profile.name for profile in fleet.profiles)
+    names = [profile.name for profile in fleet.profiles]
+    if fleet.pools is not None:
+        names = [f"{name} ({role})" for name, role in zip(names, fleet.pools.roles, strict=True)]
+    kinds = Counter(names)
     columns = ("mean", "p50", "p90", "p95", "p99")
     rows = [
         [Text(title), *(Text(number(_scaled(metrics["latency"][name][column], factor))) for column in columns)]

@@ -169,30 +169,34 @@ def capacity_rps(table: RequestTable, fleet: FleetConfig) -> float:
     admissions are counted between a fifth and four fifths of them. The fleet's capacity is the sum over its instances.
     A load is a rate of requests over it: above 1 the waiting grows without end, however well requests are dispatched.
 
+    A fleet with pools is given `BACKLOG` requests per instance as a whole, in turn to all that prefill and to all that
+    decode, and what it finishes is counted: whoever prefills is ahead of who decodes.
+
     Raises:
         ValueError: an empty table.
     """
+    fleet = replace(fleet, rebalancing=None, scaling=None, failures=None)
+    if fleet.pools is not None:
+        return _backlog_rps(_backlog(table, BACKLOG * len(fleet.profiles)), fleet, "finish_s")
     backlog = _backlog(table)
     per_profile = {
-        profile: _admissions_rps(
-            backlog, replace(fleet, profiles=(profile,), rebalancing=None, scaling=None, failures=None)
-        )
+        profile: _backlog_rps(backlog, replace(fleet, profiles=(profile,)), "admitted_s")
         for profile in set(fleet.profiles)
     }
     return sum(per_profile[profile] for profile in fleet.profiles)
 
 
-def _backlog(table: RequestTable) -> RequestTable:
-    """`BACKLOG` requests at 0 s: copies of the table, which share no prefix with each other."""
+def _backlog(table: RequestTable, requests: int = BACKLOG) -> RequestTable:
+    """So many requests at 0 s: copies of the table, which share no prefix with each other."""
     _require_requests(table)
-    rows = np.arange(BACKLOG) % len(table)
-    copy = np.arange(BACKLOG) // len(table)
+    rows = np.arange(requests) % len(table)
+    copy = np.arange(requests) // len(table)
     copies, nodes = int(copy[-1]) + 1, len(table.node_parent)
     columns = {name: column[rows] for name, column in row_columns(table).items()}
     columns |= {
-        "arrival_s": np.zeros(BACKLOG),
-        "think_s": np.full(BACKLOG, np.nan),
-        "parent": np.full(BACKLOG, NO_PARENT),
+        "arrival_s": np.zeros(requests),
+        "think_s": np.full(requests, np.nan),
+        "parent": np.full(requests, NO_PARENT),
         **{
             name: np.where(columns[name] >= 0, columns[name] + copy * nodes, -1) for name in ("prefix_node", "own_node")
         },
@@ -206,14 +210,14 @@ def _backlog(table: RequestTable) -> RequestTable:
     )
 
 
-def _admissions_rps(backlog: RequestTable, fleet: FleetConfig) -> float:
+def _backlog_rps(backlog: RequestTable, fleet: FleetConfig, moment: str) -> float:
     from fleetpilot.baselines import load_policy
     from fleetpilot.cluster import simulate
 
     log = simulate(backlog, fleet, load_policy("round-robin"), sample_interval_s=None)
-    admitted_s = np.sort(log.requests["admitted_s"])
-    first, last = len(admitted_s) // 5, len(admitted_s) * 4 // 5
-    return (last - first) / float(admitted_s[last] - admitted_s[first])
+    times_s = np.sort(log.requests[moment])
+    first, last = len(times_s) // 5, len(times_s) * 4 // 5
+    return (last - first) / float(times_s[last] - times_s[first])
 
 
 def at_load(table: RequestTable, fleet: FleetConfig, load: float, capacity: float | None = None) -> RequestTable:

@@ -70,6 +70,11 @@ BAD = {
     "simulate --workload poisson?n=1e23": "n = '1e23': expected a whole number from 1 to 20,000,000",
     f"simulate --workload poisson?n={10**23}": f"n = '{10**23}': expected a whole number from 1 to 20,000,000",
     f"simulate --workload {SMALL} --instances 1000000": "'1000000': expected a whole number from 1 to 4096",
+    f"simulate --workload {SMALL} --instances 2P+4": "'2P\\+4': expected a whole number from 1 to 4096, or so many for",
+    f"simulate --workload {SMALL} --instances 4D": r"roles = .*: expected a prefill instance, and one that decodes",
+    f"simulate --workload {SMALL} --instances 1P+1D": "pools with a10-llama-7b: expected engines with chunked prefill",
+    f"simulate --workload {SMALL} --fleet tiny-cpu:2P,tiny-cpu:0D": "'tiny-cpu:0D': expected NAME:N.*, or with pool",
+    f"simulate --workload {SMALL} --decode-choice after-prefill": "--decode-choice after-prefill: expected with insta",
     f"simulate --workload {SMALL} --superpose 100000000": "'100000000': expected a whole number from 1 to 1000",
     f"simulate --workload {SMALL} --load 0.00001": "--load 1e-05: .* instances; expected at most 4096",
     f"simulate --workload {SMALL} --fleet a10-llama-7b:9999999999": "'a10-llama-7b:9999999999': expected NAME:N",
@@ -342,6 +347,13 @@ def test_simulate_prints_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith(f"freeness on {SMALL}, 4 x a10-llama-7b\n")
     assert "goodput" in out
     assert err == "", "quiet where stderr is no terminal"
+
+
+def test_simulate_with_pools(capsys: pytest.CaptureFixture[str]) -> None:
+    of = "h100-llama-3.1-8b"
+    for fleet in (["--profile", of, "--instances", "1P+2D"], ["--fleet", f"{of}:1P,{of}:2D"]):
+        assert run("simulate", "--workload", SMALL, *fleet, "--first-token-from", "prefill") == 0
+        assert f"1 x {of} (prefill), 2 x {of} (decode)" in capsys.readouterr().out
 
 
 def test_simulate_prints_json_in_vllms_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,14 +13,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import fleetpilot
 from fleetpilot.learning import add_learning
 from fleetpilot.serving import add_replay_log, add_serve
 
 if TYPE_CHECKING:
-    from fleetpilot.cluster import FleetConfig
+    from fleetpilot.cluster import FleetConfig, Pools
     from fleetpilot.evaluation import Report, Scenario
     from fleetpilot.fleet.profiles import HardwareProfile
     from fleetpilot.workloads import RequestTable
@@ -59,6 +59,8 @@ EXTRAS = {
 """Modules that come with an extra; all others that may be missing come with `eval`."""
 
 FLEET_EXAMPLE = "a10-llama-7b:4,h100-llama-3.1-8b:2"
+POOLS_EXAMPLE = "2P+4D"
+ROLES = {"P": "prefill", "D": "decode", "M": "mixed"}
 FAIL_EXAMPLE = "0@600,3@900"
 
 EXAMPLES = """examples:
@@ -262,16 +264,67 @@ def _names(example: str) -> Callable[[str], list[str]]:
     return parse
 
 
+def _count(text: str) -> int:
+    """A whole number >= 1, or 0 for anything else."""
+    return int(text) if text.isdecimal() and 1 <= len(text) <= 9 else 0
+
+
 def _parts(text: str) -> list[tuple[str, int]]:
     """NAME:N,... as pairs."""
     expected = f"NAME:N,... with whole numbers N from 1 to {MAX_INSTANCES} in all, as {FLEET_EXAMPLE}"
     parts = []
     for part in text.split(","):
         name, _, count = part.strip().rpartition(":")
-        if not name or not count.isdecimal() or not 1 <= len(count) <= 9 or int(count) < 1:
+        if not name or not _count(count):
             raise argparse.ArgumentTypeError(f"{part!r}: expected {expected}")
-        parts.append((name, int(count)))
+        parts.append((name, _count(count)))
     if sum(count for _, count in parts) > MAX_INSTANCES:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
+    return parts
+
+
+class _Size(NamedTuple):
+    """How many instances, and of each its role; no roles where there are no pools."""
+
+    number: int
+    roles: tuple[str, ...]
+
+
+def _sized(text: str) -> _Size | None:
+    """N, or pools as 2P+4D; None for anything else."""
+    sizes = [(_count(part.strip().rstrip("PDM")), part.strip().lstrip("0123456789")) for part in text.split("+")]
+    whole = len(sizes) == 1 and sizes[0][1] == ""
+    known = all(count for count, _ in sizes) and (whole or all(role in ROLES for _, role in sizes))
+    count = sum(count for count, _ in sizes)
+    if not known or count > MAX_INSTANCES:
+        return None
+    return _Size(count, () if whole else tuple(ROLES[role] for count, role in sizes for _ in range(count)))
+
+
+def _size(text: str) -> _Size:
+    size = _sized(text)
+    if size is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a whole number from 1 to {MAX_INSTANCES}, or so many for prefill (P), decode (D) and "
+            f"both (M), as {POOLS_EXAMPLE}"
+        )
+    return size
+
+
+def _fleet(text: str) -> list[tuple[str, _Size]]:
+    """NAME:N,... as pairs, where N may be pools."""
+    expected = (
+        f"NAME:N,... with whole numbers N from 1 to {MAX_INSTANCES} in all, as {FLEET_EXAMPLE}, or with pools, as "
+        "h100-llama-3.1-8b:2P,a100-llama-3.1-8b:4D"
+    )
+    parts = []
+    for part in text.split(","):
+        name, _, size = part.strip().rpartition(":")
+        sized = _sized(size)
+        if not name or sized is None:
+            raise argparse.ArgumentTypeError(f"{part!r}: expected {expected}")
+        parts.append((name, sized))
+    if sum(size.number for _, size in parts) > MAX_INSTANCES:
         raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
     return parts
 
@@ -336,12 +389,28 @@ def _add_fleet_options(parser: Any) -> None:
         help=f"hardware profile of all instances, or a .toml file (default {DEFAULT_PROFILE}; "
         "fleetpilot list profiles)",
     )
-    kind.add_argument("--fleet", metavar="NAME:N,...", type=_parts, help=f"a mixed fleet, as {FLEET_EXAMPLE}")
+    kind.add_argument(
+        "--fleet",
+        metavar="NAME:N,...",
+        type=_fleet,
+        help=f"a fleet of several kinds, as {FLEET_EXAMPLE}; N may be as of --instances",
+    )
     group.add_argument(
         "--instances",
         metavar="N",
-        type=_whole(1, MAX_INSTANCES),
-        help=f"number of instances (default {DEFAULT_INSTANCES}, at most {MAX_INSTANCES})",
+        type=_size,
+        help=f"number of instances (default {DEFAULT_INSTANCES}, at most {MAX_INSTANCES}); or so many for prefill (P), "
+        f"for decode (D) and for both (M), as {POOLS_EXAMPLE}",
+    )
+    group.add_argument(
+        "--first-token-from",
+        choices=("decode", "prefill"),
+        help="with P and D: who gives a request's first token (default decode, as vLLM's hand-over with NIXL)",
+    )
+    group.add_argument(
+        "--decode-choice",
+        choices=("at-admission", "after-prefill"),
+        help="with P and D: when the policy says who decodes a request (default at-admission)",
     )
     group.add_argument(
         "--slo",
@@ -444,7 +513,7 @@ def _served(
             raise ValueError(
                 f"--load {load:g}: {table.name} would need {sized:,} instances; expected at most {MAX_INSTANCES}"
             )
-        profiles *= arguments.instances or sized
+        profiles *= arguments.instances.number if arguments.instances else sized
     fleet = FleetConfig(
         profiles,
         Telemetry(arguments.poll_interval_s, arguments.poll_delay_s, arguments.engine_reported),
@@ -462,6 +531,7 @@ def _served(
             notice_s=arguments.notice_s or 0.0,
             mtbf_s=math.inf if arguments.mtbf_s is None else arguments.mtbf_s,
         ),
+        pools=_pools(arguments),
     )
     return (at_load(table, fleet, load) if load else table), fleet
 
@@ -538,8 +608,28 @@ def _profile(name: str) -> HardwareProfile:
 def _mixed(arguments: argparse.Namespace) -> tuple[HardwareProfile, ...]:
     """The profiles of ``--fleet NAME:N,...``, one per instance."""
     if arguments.instances:
-        raise ValueError(f"--instances {arguments.instances}: expected without --fleet, which has its own numbers")
-    return tuple(profile for name, count in arguments.fleet for profile in [_profile(name)] * count)
+        raise ValueError(
+            f"--instances {arguments.instances.number}: expected without --fleet, which has its own numbers"
+        )
+    return tuple(profile for name, size in arguments.fleet for profile in [_profile(name)] * size.number)
+
+
+def _pools(arguments: argparse.Namespace) -> Pools | None:
+    """The roles of the instances, if any of them has one, and what becomes of requests that go from one to another."""
+    from fleetpilot.cluster import Pools
+
+    sizes = [size for _, size in arguments.fleet] if arguments.fleet else [arguments.instances or _Size(0, ())]
+    options = {
+        name: value.replace("-", "_")
+        for name in ("first_token_from", "decode_choice")
+        if (value := getattr(arguments, name)) is not None
+    }
+    if not any(size.roles for size in sizes):
+        for name in options:
+            given = f"--{name.replace('_', '-')} {getattr(arguments, name)}"
+            raise ValueError(f"{given}: expected with instances as {POOLS_EXAMPLE}")
+        return None
+    return Pools(tuple(role for size in sizes for role in size.roles or ("mixed",) * size.number), **options)
 
 
 def _policy(name: str) -> str:
@@ -565,6 +655,7 @@ def _add_simulate(commands: Any) -> None:
         "examples:\n"
         "  fleetpilot simulate --workload 'twin/azure-conv?n=5000' --instances 12\n"
         "  fleetpilot simulate --policy lmetric --workload trace.csv --load 0.9 --slo tight,loose --json\n"
+        "  fleetpilot simulate --workload 'gamma?rate=8&cv=3' --profile a40-qwen2.5-3b --instances 2P+4D\n"
         "  fleetpilot simulate --workload 'llumnix/M-M?rate=3' --fleet a10-llama-7b:4,a10-llama-7b-13616:2 -o runs/a\n",
     )
     parser.add_argument(
