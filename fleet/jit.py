@@ -67,7 +67,20 @@ def inlined(function: F) -> F:
 def _compiled(function: F, *, forceinline: bool) -> F:
     with _our_cache():
         compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=forceinline)(function)
+    if not UNCOMPILED:
+        _take_integers_as_one_type(compiled)
     return cast("F", compiled)
+
+
+def _take_integers_as_one_type(compiled: Any) -> None:
+    """Kernels that call this one hand it 64-bit integers, or it would be compiled for each width of records' fields."""
+    template_for, types = compiled.get_call_template, cast("Any", numba.types)
+
+    def widened(kind: Any) -> Any:
+        kind = types.unliteral(kind)
+        return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
+
+    compiled.get_call_template = lambda args, kws: template_for(tuple(map(widened, args)), kws)
 
 
 def kernel_array(length: int, dtype: Any) -> NDArray[Any]:
