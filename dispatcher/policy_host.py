@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -13,6 +13,9 @@ from fleetpilot.dispatcher.decisions import BY_DRY_RUN, BY_EXPLORATION, BY_FALLB
 from fleetpilot.fleet.features import KINDS
 from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of, refuse_oracle
 from fleetpilot.fleet.view import KIND_DISPATCH, NONE, FleetView
+
+_RECENT = 30
+"""Decisions that are kept for who looks."""
 
 
 class PolicyHost:
@@ -35,6 +38,7 @@ class PolicyHost:
         decided: (kind, by whom) -> decisions.
         number: of the latest decision, from 1.
         log: that is told of every decision; None for none.
+        recent: decisions, but those that nothing moves, until `watched_until_s` (monotonic clock).
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class PolicyHost:
         self.decided: Counter[tuple[str, str]] = Counter()
         self.number = 0
         self.log: DecisionLog | None = None
+        self.recent: deque[Decided] = deque(maxlen=_RECENT)
+        self.watched_until_s = 0.0
         self._draws = random.Random(seed)
         self._worker: ThreadPoolExecutor | None = None
         self._use(policy, fallback, explore, dry_run)
@@ -107,21 +113,24 @@ class PolicyHost:
             by = by if choice == preferred else BY_EXPLORATION
         self.number += 1
         self.decided[KINDS[kind], by] += 1
-        if self.log is not None:
-            self.log.decision(
-                Decided(
-                    number=self.number,
-                    request=request,
-                    kind=kind,
-                    policy=self.policy.name,
-                    by=by,
-                    reason=reason,
-                    preferred=preferred,
-                    choice=choice,
-                    propensity=propensity,
-                    view=_copy(view),
-                )
+        watched = time.monotonic() < self.watched_until_s
+        if watched or self.log is not None:
+            decided = Decided(
+                number=self.number,
+                request=request,
+                kind=kind,
+                policy=self.policy.name,
+                by=by,
+                reason=reason,
+                preferred=preferred,
+                choice=choice,
+                propensity=propensity,
+                view=_copy(view),
             )
+            if watched and (kind == KIND_DISPATCH or preferred != NONE):
+                self.recent.append(decided)
+            if self.log is not None:
+                self.log.decision(decided)
         return preferred if self.dry_run and kind != KIND_DISPATCH else choice
 
     def _preferred(self, view: FleetView) -> tuple[int, str]:

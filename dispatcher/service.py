@@ -15,7 +15,7 @@ from typing import NamedTuple
 import orjson
 
 from fleetpilot.agents import load_policy
-from fleetpilot.dispatcher import metrics, telemetry
+from fleetpilot.dispatcher import dashboard, metrics, telemetry
 from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.decision_log import DecisionLog
 from fleetpilot.dispatcher.engine import Engine, EngineState
@@ -44,6 +44,7 @@ _BUSY_S = 0.2
 """An engine that admits no more, and does not say for how long, is left alone for this time."""
 _LONGEST_BUSY_S = 30.0
 _FILE_S = 1.0
+_MOVED = 20
 
 
 class Dispatcher:
@@ -62,6 +63,7 @@ class Dispatcher:
         counts: what happened so far, by name.
         downtimes_s: of the latest migrations.
         migrations: that go on.
+        moved: the latest that ended, oldest first.
         log: of decisions, from `start` to `stop` where the configuration asks for one.
     """
 
@@ -85,6 +87,7 @@ class Dispatcher:
         self.outcomes: Counter[str] = Counter()
         self.downtimes_s: deque[float] = deque(maxlen=10_000)
         self.migrations: set[Migration] = set()
+        self.moved: deque[Migration] = deque(maxlen=_MOVED)
         self.prompts = Prompts(self)
         self._held: deque[Relay] = deque()
         self._homeless: deque[Relay] = deque()  # whose engine failed, waiting for another
@@ -303,6 +306,12 @@ class Dispatcher:
     def _serve_metrics(self, exchange: Exchange) -> None:
         exchange.respond(200, metrics.exposition(self), b"text/plain; version=0.0.4; charset=utf-8")
 
+    def _serve_dashboard(self, exchange: Exchange) -> None:
+        exchange.respond(200, dashboard.page(), b"text/html; charset=utf-8", dashboard.HEADERS)
+
+    def _serve_dashboard_state(self, exchange: Exchange) -> None:
+        exchange.respond(200, orjson.dumps(dashboard.state(self)), headers=dashboard.HEADERS)
+
     def _serve_answer(self, exchange: Exchange) -> None:
         try:
             request = parse_request(
@@ -481,6 +490,7 @@ class Dispatcher:
             if self.log is not None:
                 self.log.migration(**migration.fields())
             self.migrations.discard(migration)
+            self.moved.append(migration)
             self._mark_migrating()
 
     def _mark_migrating(self) -> None:
@@ -551,4 +561,6 @@ _ROUTES: dict[tuple[str, str], Callable[[Dispatcher, Exchange], None]] = {
     ("GET", "/health"): Dispatcher._serve_health,
     ("GET", "/ready"): Dispatcher._serve_ready,
     ("GET", "/metrics"): Dispatcher._serve_metrics,
+    ("GET", "/dashboard"): Dispatcher._serve_dashboard,
+    ("GET", "/dashboard/state"): Dispatcher._serve_dashboard_state,
 }

@@ -160,7 +160,8 @@ async def _serve(config: Any, load: Callable[[], Any]) -> None:
     await dispatcher.start()
     scheme = "https" if config.tls_cert else "http"
     engines = f"{len(config.engines)} engines" if config.engines else f"the engines of {config.engines_file}"
-    print(f"serving {engines} with {config.policy} at {scheme}://{config.host}:{dispatcher.port}/v1", flush=True)
+    url = f"{scheme}://{config.host}:{dispatcher.port}"
+    print(f"serving {engines} with {config.policy} at {url}/v1, live page at {url}/dashboard", flush=True)
     try:
         await stopped.wait()
         print("requests on their way may end; interrupt again to stop at once", file=sys.stderr)

@@ -1,0 +1,123 @@
+"""The live page at ``/dashboard``: what the dispatcher knows and decides, to read and nothing else.
+
+The page is one file without anything from elsewhere; it asks for ``/dashboard/state`` every second. Decisions are kept
+only while somebody looks.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fleetpilot.baselines import policy_rows
+from fleetpilot.dispatcher.decisions import Decided, slot_or_null
+from fleetpilot.fleet.features import KINDS
+from fleetpilot.fleet.view import INSTANCE_VIEW, NONE
+
+if TYPE_CHECKING:
+    from fleetpilot.dispatcher.migration import Migration
+    from fleetpilot.dispatcher.service import Dispatcher
+
+HEADERS = [
+    (
+        b"content-security-policy",
+        b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+        b"img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"cache-control", b"no-store"),
+]
+_WATCHED_S = 10.0
+"""Decisions are kept for so long after the page last asked."""
+_COLUMNS = ("running", "waiting", "kv_usage", "in_flight", "unstarted", "streamed_tokens", "poll_age_s")
+_READ_BY_OTHERS = ("in_flight", "kv_usage", "waiting", "matched_tokens")
+"""What is shown of a decision of a policy whose reference does not say what it reads."""
+
+
+@cache
+def page() -> bytes:
+    """The page."""
+    return Path(__file__).with_name("dashboard.html").read_bytes()
+
+
+@cache
+def _rule(policy: str) -> tuple[str, tuple[str, ...]]:
+    """A baseline's rule, and the fields of an instance that it reads."""
+    for row in policy_rows():
+        if row.name == policy.partition("?")[0]:
+            reads = [name.removeprefix("instance.") for name in row.reads if name.startswith("instance.")]
+            names = INSTANCE_VIEW.names or ()
+            return row.rule, tuple(name for name in reads if name in names)
+    return "", _READ_BY_OTHERS
+
+
+def state(dispatcher: Dispatcher) -> dict[str, Any]:
+    """What the page shows."""
+    fleet, host, config = dispatcher.fleet, dispatcher.fleet.host, dispatcher.config
+    now_s = time.monotonic()
+    if now_s >= host.watched_until_s:
+        host.recent.clear()
+    host.watched_until_s = now_s + _WATCHED_S
+    shadow = dispatcher.log.shadow if dispatcher.log is not None else None
+    return {
+        "policy": {"name": host.policy.name, "rule": _rule(host.policy.name)[0], "fallback": host.fallback.name},
+        "dry_run": host.dry_run,
+        "explore": host.explore,
+        "shadow": None if shadow is None else {"name": shadow.policy.name, "counts": dict(shadow.counts)},
+        "log": None if dispatcher.log is None or not config.decision_log else dict(dispatcher.log.counts),
+        "held": fleet.held,
+        "outcomes": dict(dispatcher.outcomes),
+        "events": dict(dispatcher.counts),
+        "fallbacks": host.fallback_counts,
+        "instances": [_instance(dispatcher, slot) for slot in range(len(fleet.engines))],
+        "migrations": [_migration(of) for of in (*dispatcher.migrations, *reversed(dispatcher.moved))],
+        "decisions": [_decision(of) for of in reversed(host.recent)],
+    }
+
+
+def _instance(dispatcher: Dispatcher, slot: int) -> dict[str, Any]:
+    fleet, engine = dispatcher.fleet, dispatcher.fleet.engines[slot]
+    record = fleet.view.instances[0][slot]
+    numbers = {name: float(record[name]) for name in _COLUMNS} | {"poll_age_s": fleet.poll_age_s(slot)}
+    return {
+        "slot": slot,
+        "url": engine.url,
+        "state": engine.state.name.lower(),
+        "migrating": bool(record["migrating"]),
+        **{name: value if np.isfinite(value) else None for name, value in numbers.items()},
+    }
+
+
+def _migration(of: Migration) -> dict[str, Any]:
+    return of.fields() | {"downtime_s": of.resumed_s - of.stopped_s if of.resumed_s else None}
+
+
+def _decision(of: Decided) -> dict[str, Any]:
+    """A decision with what the policy read of the chosen one beside the other candidates."""
+    return {
+        "number": of.number,
+        "kind": KINDS[of.kind],
+        "request": of.request,
+        "policy": of.policy,
+        "by": of.by,
+        "reason": of.reason,
+        "preferred": slot_or_null(of.preferred),
+        "choice": slot_or_null(of.choice),
+        "prompt_tokens": float(of.view.request["prompt_tokens"][0]),
+        "read": _read(of) if of.preferred != NONE else [],
+    }
+
+
+def _read(of: Decided) -> list[tuple[str, float, float, float]]:
+    """(field, of the preferred instance, least of the other candidates, most); what tells none apart is left out."""
+    instances = of.view.instances[0]
+    others = (instances["candidate"] != 0) & (instances["slot"] != of.preferred)
+    found = []
+    for name in _rule(of.policy)[1]:
+        mine, theirs = float(instances[name][of.preferred]), instances[name][others].astype(float)
+        if len(theirs) and np.isfinite([mine, *theirs]).all() and not (theirs == mine).all():
+            found.append((name, mine, float(theirs.min()), float(theirs.max())))
+    return found
