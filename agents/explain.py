@@ -169,7 +169,7 @@ def recorded_view(
     envs.reset(seed=seed)
     for asked in range(1, decision):
         choice = policy.decide(envs.view).choice
-        if envs.step(np.where(choice == NONE, instances, choice))[2][0]:
+        if envs.step(np.where(choice < 0, instances, choice))[2][0]:
             raise ValueError(f"decision {decision}: the episode has {asked}; expected one of these")
     view = envs.view
     return FleetView(view.instances.copy(), view.request.copy(), view.fleet.copy())

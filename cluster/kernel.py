@@ -30,7 +30,7 @@ from fleetpilot.cluster.memory import (
     view_fleet_at,
     view_instance_at,
 )
-from fleetpilot.cluster.requests import count_unstarted, fail_request, free_slot, log_request, take_slot
+from fleetpilot.cluster.requests import count_unstarted, end_unanswered, free_slot, log_request, take_slot
 from fleetpilot.cluster.scheduler import (
     all_preempted,
     decoding,
@@ -45,6 +45,7 @@ from fleetpilot.cluster.state import (
     CUT,
     DECODE,
     ENDED,
+    FAILED,
     FINISHED,
     HANDING_OVER,
     IDLE,
@@ -55,6 +56,7 @@ from fleetpilot.cluster.state import (
     NEED_SLOTS,
     NEVER,
     NIL,
+    REJECTED,
     STUCK,
     UNDECIDED,
 )
@@ -80,6 +82,7 @@ from fleetpilot.fleet.view import (
     KIND_PREFILL,
     KIND_SCALE,
     KIND_SOURCE,
+    REJECT,
     ROLE_DECODE,
     ROLE_MIXED,
     ROLE_PREFILL,
@@ -463,7 +466,7 @@ def _ask_for_dispatch(s: Any, e: int, index: int, held: int, time_s: float) -> b
     else:
         if held != 0:
             _unhold(s, env)
-        fail_request(s, env, index, time_s)
+        end_unanswered(s, env, index, FAILED, time_s)
     env.decision_slot = NIL
     return False
 
@@ -586,7 +589,7 @@ def advance(s: Any, e: int) -> int:
             slot_at(s, index).restarts += 1
             if slot_at(s, index).restarts > env.max_restarts:
                 env.decision_slot = NIL  # it may have been the last one asked about
-                fail_request(s, env, index, env.time_s)
+                end_unanswered(s, env, index, FAILED, env.time_s)
             elif _ask_for_dispatch(s, e, index, 0, env.time_s):
                 return NEED_DECISION
             continue
@@ -712,6 +715,24 @@ def _least_loaded(s: Any, env: Any) -> int:
     return best
 
 
+@inlined
+def _may_reject(s: Any, env: Any) -> bool:
+    """Whether the request that is asked about has neither a prefill behind it nor a token."""
+    prefilled = env.decision_kind == KIND_DECODE and env.prefill_choice == NIL
+    return not prefilled and slot_at(s, env.decision_slot).generated == 0  # type: ignore[no-any-return]
+
+
+@kernel
+def _reject(s: Any, env: Any) -> None:
+    """The policy turns the request away."""
+    index = env.decision_slot
+    if env.decision_held != 0:
+        _unhold(s, env)
+    env.decision_slot = NIL
+    env.prefill_choice = NIL
+    end_unanswered(s, env, index, REJECTED, env.time_s)
+
+
 @kernel
 def apply(s: Any, e: int, choice: int) -> None:
     """Carry out the answer to the pending decision. An illegal one is taken as none, and counted."""
@@ -723,6 +744,9 @@ def apply(s: Any, e: int, choice: int) -> None:
         if not legal and choice != NIL:
             env.invalid += 1
         _apply_to_fleet(s, e, env.instance0 + choice if legal else NIL)
+        return
+    if choice == REJECT and _may_reject(s, env):
+        _reject(s, env)
         return
     if not legal:
         may_hold = view_fleet_at(s, e).may_hold != 0

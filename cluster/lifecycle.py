@@ -24,10 +24,11 @@ from fleetpilot.cluster.memory import (
     transfer_at,
     view_instance_at,
 )
-from fleetpilot.cluster.requests import fail_request, leave_ledger
+from fleetpilot.cluster.requests import end_unanswered, leave_ledger
 from fleetpilot.cluster.scheduler import leave_decodes
 from fleetpilot.cluster.state import (
     DESTINATION_DIED,
+    FAILED,
     HANDING_OVER,
     IDLE,
     NEVER,
@@ -232,7 +233,7 @@ def fail_returned(s: Any, env: Any, g: int, time_s: float) -> None:
         index = env.returned_head
         env.returned_head = slot_at(s, index).next
         slot_at(s, index).instance = g
-        fail_request(s, env, index, time_s)
+        end_unanswered(s, env, index, FAILED, time_s)
 
 
 @kernel

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fleetpilot.cluster.memory import counts_at, instance_at, log_at, slot_at, transfer_at, view_instance_at
-from fleetpilot.cluster.state import FAILED, NIL
+from fleetpilot.cluster.state import NIL
 from fleetpilot.cluster.unstarted import leave_unstarted
 from fleetpilot.fleet import ledger
 from fleetpilot.fleet.jit import inlined, kernel
@@ -102,8 +102,8 @@ def free_slot(s: Any, env: Any, index: int) -> None:
 
 
 @kernel
-def fail_request(s: Any, env: Any, index: int, time_s: float) -> None:
-    """A request that no instance has ends without its answer."""
+def end_unanswered(s: Any, env: Any, index: int, status: int, time_s: float) -> None:
+    """A request that no instance has ends without its answer: it failed, or was rejected."""
     slot = slot_at(s, index)
     if slot.started == 0:
         count_unstarted(env, -1, time_s)
@@ -111,5 +111,5 @@ def fail_request(s: Any, env: Any, index: int, time_s: float) -> None:
         env.misses += 1
     env.failed += 1
     if env.track_log != 0:
-        log_request(s, env, index, FAILED, np.nan)
+        log_request(s, env, index, status, np.nan)
     free_slot(s, env, index)

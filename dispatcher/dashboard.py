@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fleetpilot.baselines import policy_rows
-from fleetpilot.dispatcher.decisions import Decided, slot_or_null
+from fleetpilot.dispatcher.decisions import Decided, said
 from fleetpilot.fleet.features import KINDS
-from fleetpilot.fleet.view import INSTANCE_VIEW, NONE
+from fleetpilot.fleet.view import INSTANCE_VIEW
 
 if TYPE_CHECKING:
     from fleetpilot.dispatcher.migration import Migration
@@ -104,10 +104,10 @@ def _decision(of: Decided) -> dict[str, Any]:
         "policy": of.policy,
         "by": of.by,
         "reason": of.reason,
-        "preferred": slot_or_null(of.preferred),
-        "choice": slot_or_null(of.choice),
+        "preferred": said(of.preferred),
+        "choice": said(of.choice),
         "prompt_tokens": float(of.view.request["prompt_tokens"][0]),
-        "read": _read(of) if of.preferred != NONE else [],
+        "read": _read(of) if of.preferred >= 0 else [],
     }
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from fleetpilot.fleet.features import KINDS
-from fleetpilot.fleet.view import FLEET_VIEW, INSTANCE_VIEW, NONE, REQUEST_VIEW, FleetView
+from fleetpilot.fleet.view import FLEET_VIEW, INSTANCE_VIEW, KIND_DISPATCH, NONE, REJECT, REQUEST_VIEW, FleetView
 
 BY_POLICY, BY_FALLBACK, BY_EXPLORATION, BY_DRY_RUN = "policy", "fallback", "exploration", "dry run"
 """Who decided; in a dry run nothing that the policy prefers is carried out."""
+REJECTED = "reject"
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,33 @@ class Decided:
             "policy": self.policy,
             "by": self.by,
             "reason": self.reason or None,
-            "preferred": slot_or_null(self.preferred),
-            "choice": slot_or_null(self.choice),
+            "preferred": said(self.preferred),
+            "choice": said(self.choice),
             "propensity": self.propensity,
             "view": view_fields(self.view),
         }
 
 
-def slot_or_null(slot: int) -> int | None:
-    """A slot as in the log."""
-    return None if slot == NONE else slot
+def said(choice: int) -> int | str | None:
+    """A choice as in the log: a slot, null for `NONE`, or ``"reject"``."""
+    return {NONE: None, REJECT: REJECTED}.get(choice, choice)
 
 
-def is_legal(choice: int, view: FleetView) -> bool:
-    """Whether this may be chosen: a candidate, or `NONE` where that is allowed."""
+def choice_of(recorded: int | str | None) -> int:
+    """The choice that is so in the log."""
+    return NONE if recorded is None else REJECT if isinstance(recorded, str) else recorded
+
+
+def is_legal(choice: int, view: FleetView, *, may_reject: bool = True) -> bool:
+    """Whether this may be chosen: a candidate, `NONE` where that is allowed, or `REJECT` of a request to be placed.
+
+    Args:
+        choice: of a policy.
+        view: that it was asked about.
+        may_reject: whether nothing of the request's answer has come; a view does not say it.
+    """
+    if choice == REJECT:
+        return may_reject and int(view.fleet["kind"][0]) == KIND_DISPATCH
     if choice == NONE:
         return bool(view.fleet["may_hold"][0])
     instances = view.instances[0]

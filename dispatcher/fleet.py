@@ -138,8 +138,15 @@ class Fleet:
         self._polled_s[engine.slot] = -np.inf
         self.index.forget(engine.slot)
 
-    def choose_dispatch(self, facts: RequestFacts, may_hold: bool, without: frozenset[int] = frozenset()) -> int:
-        """Where a request goes; `NONE` to hold it, or where no engine can take it."""
+    def choose_dispatch(
+        self,
+        facts: RequestFacts,
+        may_hold: bool,
+        without: frozenset[int] = frozenset(),
+        *,
+        may_reject: bool = False,
+    ) -> int:
+        """Where a request goes; `NONE` to hold it, or where no engine can take it; `REJECT` to turn it away."""
         now_s = time.monotonic()
         matched_tokens = self.index.match(facts.prompt_blocks, facts.tokens_per_block)
         self._instances["matched_tokens"] = matched_tokens
@@ -159,6 +166,7 @@ class Fleet:
             now_s,
             lambda engine: engine.slot not in without and engine.may_take(now_s),
             facts.request_id,
+            may_reject=may_reject,
         )
 
     def choose_source(self, may_leave: Callable[[Engine], bool]) -> int:
@@ -185,6 +193,7 @@ class Fleet:
         is_candidate: Callable[[Engine], bool],
         request: str = "",
         origin: int = NONE,
+        may_reject: bool = False,
     ) -> int:
         candidates = [is_candidate(engine) for engine in self.engines]
         if not any(candidates):
@@ -198,8 +207,8 @@ class Fleet:
         fleet["may_hold"] = may_hold
         fleet["held"] = self.held
         fleet["random_key"] = self._random.integers(2**64, dtype=np.uint64)
-        choice = self.host.choose(self.view, request)
-        if choice != NONE and kind == KIND_DISPATCH:
+        choice = self.host.choose(self.view, request, may_reject=may_reject)
+        if choice >= 0 and kind == KIND_DISPATCH:
             fleet["decisions"] += 1
         return choice
 

@@ -96,19 +96,22 @@ class PolicyHost:
         outside = getattr(self.policy, "counts", {}).get("out_of_range", 0) + self.fallbacks["out of range"]
         return {**self.fallbacks, **({"out of range": outside} if outside else {})}
 
-    def choose(self, view: FleetView, request: str = "") -> int:
-        """The slot chosen, or `NONE`. In a dry run what the policy prefers, where that is no dispatch.
+    def choose(self, view: FleetView, request: str = "", *, may_reject: bool = False) -> int:
+        """The slot chosen, `NONE`, or `REJECT` where that may be.
+
+        In a dry run what the policy prefers, where that is no dispatch.
 
         Args:
             view: of one fleet.
             request: that the decision is about, for the log.
+            may_reject: whether the request may be turned away.
         """
-        preferred, reason = self._preferred(view)
+        preferred, reason = self._preferred(view, may_reject)
         kind = int(view.fleet["kind"][0])
         choice, propensity, by = preferred, 1.0, BY_FALLBACK if reason else BY_POLICY
         if self.dry_run:
-            choice, by = self._by_fallback(view) if kind == KIND_DISPATCH else NONE, BY_DRY_RUN
-        elif self.explore and kind == KIND_DISPATCH and preferred != NONE:
+            choice, by = self._by_fallback(view, may_reject) if kind == KIND_DISPATCH else NONE, BY_DRY_RUN
+        elif self.explore and kind == KIND_DISPATCH and preferred >= 0:
             choice, propensity = self._explored(preferred, view)
             by = by if choice == preferred else BY_EXPLORATION
         self.number += 1
@@ -133,7 +136,7 @@ class PolicyHost:
                 self.log.decision(decided)
         return preferred if self.dry_run and kind != KIND_DISPATCH else choice
 
-    def _preferred(self, view: FleetView) -> tuple[int, str]:
+    def _preferred(self, view: FleetView, may_reject: bool) -> tuple[int, str]:
         """The choice of the policy, or of the fallback and why."""
         try:
             choice = self._asked(view)
@@ -142,17 +145,17 @@ class PolicyHost:
         except Exception as error:  # a policy is a plug-in: whatever it raises must not stop the dispatcher
             reason = type(error).__name__
         else:
-            if is_legal(choice, view):
+            if is_legal(choice, view, may_reject=may_reject):
                 return choice, ""
             reason = "illegal choice"
         self.fallbacks[reason] += 1
-        return self._by_fallback(view), reason
+        return self._by_fallback(view, may_reject), reason
 
-    def _by_fallback(self, view: FleetView) -> int:
+    def _by_fallback(self, view: FleetView, may_reject: bool) -> int:
         if int(view.fleet["kind"][0]) not in kinds_of(self.fallback):
             return NONE
         choice = int(self.fallback.decide(view).choice[0])
-        return choice if is_legal(choice, view) else NONE
+        return choice if is_legal(choice, view, may_reject=may_reject) else NONE
 
     def _explored(self, preferred: int, view: FleetView) -> tuple[int, float]:
         """The choice that is carried out, and its probability."""

@@ -13,7 +13,7 @@ from fleetpilot.dispatcher.http.client import Call, CallError
 from fleetpilot.dispatcher.http.server import Exchange, Headers, error_body
 from fleetpilot.dispatcher.http.sse import EventReader, event
 from fleetpilot.dispatcher.requests import COMPLETIONS, ApiRequest
-from fleetpilot.fleet.view import NONE
+from fleetpilot.fleet.view import NONE, REJECT
 
 if TYPE_CHECKING:
     from fleetpilot.dispatcher.migration import Migration
@@ -92,7 +92,11 @@ class Relay:
         """Ask the policy and send the request; False if it must wait for an engine."""
         dispatcher = self.dispatcher
         overdue = time.monotonic() - self.facts.arrived_s >= dispatcher.config.max_hold_s
-        slot = dispatcher.fleet.choose_dispatch(self.facts, not overdue, frozenset(self._tried))
+        first = not self._tried
+        slot = dispatcher.fleet.choose_dispatch(self.facts, not overdue, frozenset(self._tried), may_reject=first)
+        if slot == REJECT:
+            self.fail(429, "the policy rejects the request: it would miss its latency targets", "rejected")
+            return True
         if slot == NONE and self._tried:
             slot = dispatcher.fleet.choose_dispatch(self.facts, not overdue)
         if slot != NONE:
@@ -311,14 +315,14 @@ class Relay:
         self._serve_at(slot, COMPLETIONS, body, resumes=True, streamed_tokens=self.tokens if copied else 0)
         return True
 
-    def fail(self, status: int, message: str) -> None:
+    def fail(self, status: int, message: str, outcome: str = "failed") -> None:
         """There will be no answer."""
         if self.exchange.started:
             self._cut(message)
             return
-        headers = [(b"retry-after", b"1")] if status == 503 else []
+        headers = [(b"retry-after", b"1")] if status in (429, 503) else []
         self.exchange.respond(status, error_body(message, "ServiceUnavailable", status), headers=headers)
-        self._end("failed")
+        self._end(outcome)
 
     def _cut(self, reason: str) -> None:
         """The client has a part of an answer whose rest will not come."""

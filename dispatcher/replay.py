@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.dispatcher.decision_log import DECISION, OUTCOME
-from fleetpilot.dispatcher.decisions import is_legal, view_of
+from fleetpilot.dispatcher.decisions import choice_of, is_legal, view_of
 from fleetpilot.fleet.features import KINDS
 from fleetpilot.fleet.policy import Policy, kinds_of, refuse_oracle
-from fleetpilot.fleet.view import KIND_DISPATCH, NONE, FleetView
+from fleetpilot.fleet.view import KIND_DISPATCH, FleetView
 
 LEAST_EFFECTIVE = 30.0
 """Effective sample size below which nothing is estimated."""
@@ -37,7 +37,7 @@ class Agreement:
     Attributes:
         decisions: in the log.
         agreed: the policy chose what the recorded one preferred.
-        none: it chose no instance.
+        none: it chose no instance: to hold, or to reject.
         failed: it raised an error, or chose what it may not; its fallback would decide.
     """
 
@@ -188,9 +188,9 @@ def _decide(
     if choice is None:
         agreement.failed += 1
     else:
-        agreement.none += choice == NONE
-        agreement.agreed += choice == (NONE if record["preferred"] is None else record["preferred"])
-    if kind == KIND_DISPATCH and record["choice"] is not None and _request(record) not in placed:
+        agreement.none += choice < 0
+        agreement.agreed += choice == choice_of(record["preferred"])
+    if kind == KIND_DISPATCH and choice_of(record["choice"]) >= 0 and _request(record) not in placed:
         propensity = float(record["propensity"])
         weight = float(choice == record["choice"]) / propensity
         placed[_request(record)] = _Placed(propensity, int(view.candidates.sum()), choice, weight)
@@ -219,7 +219,7 @@ def _estimate(found: Replay, ended: list[tuple[_Placed, Mapping[str, Any]]]) -> 
             "the log was recorded without exploration: all choices in it are the recorded policy's own, and what "
             "others would have led to is not in it. Record one with fleetpilot serve --explore 0.05 --decision-log FILE"
         )
-    without = sum(decision.chosen in (None, NONE) for decision, _ in explored)
+    without = sum(decision.chosen is None or decision.chosen < 0 for decision, _ in explored)
     if without:
         return (
             f"for {without:,} of {len(explored):,} requests that were sent somewhere the policy chose no instance, and "

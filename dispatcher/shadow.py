@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from fleetpilot.dispatcher.decisions import Decided, is_legal, slot_or_null
+from fleetpilot.dispatcher.decisions import Decided, is_legal, said
 from fleetpilot.fleet.policy import Policy, kinds_of, refuse_oracle
 from fleetpilot.fleet.view import NONE
 
@@ -43,4 +43,4 @@ class Shadow:
         except Exception as raised:  # a policy is a plug-in
             error = type(raised).__name__
         self.counts["failed" if error else "same" if choice == decided.preferred else "other"] += 1
-        return {"policy": self.policy.name, "choice": None if error else slot_or_null(choice), "error": error or None}
+        return {"policy": self.policy.name, "choice": None if error else said(choice), "error": error or None}

@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 NONE = -1
 """The choice "no instance": hold the request at the dispatcher."""
 
+REJECT = -2
+"""The choice "turn the request away", of policies that reject early. It is legal when a request is placed of whose
+answer nothing has come yet; the action space of the environments does not have it."""
+
 KIND_DISPATCH, KIND_PREFILL, KIND_DECODE, KIND_SOURCE, KIND_DESTINATION, KIND_SCALE = range(6)
 """What a decision is about, in `FleetView.fleet["kind"]`: where a request goes; with pools, where its prompt is
 processed and where it decodes then; whence one moves and where to; which instance is started, drained or kept."""
@@ -203,7 +207,7 @@ class Decision:
     """The answer to a `FleetView`: one instance per batch row, or `NONE`.
 
     Attributes:
-        choice: (B,) int64 index of the chosen instance, or `NONE`.
+        choice: (B,) int64 index of the chosen instance, `NONE` or `REJECT`.
     """
 
     choice: NDArray[np.int64]

@@ -15,6 +15,7 @@ from fleetpilot.fleet.view import (
     KIND_SCALE,
     KIND_SOURCE,
     NONE,
+    REJECT,
     STATE_ABSENT,
     STATE_DRAINING,
     STATE_FAILED,
@@ -39,13 +40,14 @@ NONE_SHARE = {"dispatch": 0.1, "prefill": 0.1, "decode": 0.1, "source": 0.2, "de
 
 
 class KeyedChoice:
-    """Keeps what it was asked in `questions`, and its answers in `answers`."""
+    """Keeps what it was asked in `questions`, and its answers in `answers`; rejects a share of what it may."""
 
     name = "keyed-choice"
     kinds = tuple(KINDS)
 
-    def __init__(self, seed: int = 0):
+    def __init__(self, seed: int = 0, reject_share: float = 0.0):
         self.seed = seed
+        self.reject_share = reject_share
         self.questions: list[Question] = []
         self.answers: list[int | None] = []
 
@@ -61,6 +63,8 @@ class KeyedChoice:
         candidates = [i for i, candidate in enumerate(question.candidates) if candidate]
         none = question.may_hold and share < NONE_SHARE[question.kind]
         answer = None if none else candidates[int(place * len(candidates))]
+        if question.may_reject and share >= 1 - self.reject_share:
+            answer = REJECT
         self.questions.append(question)
         self.answers.append(answer)
         return answer
@@ -72,11 +76,15 @@ class KeyedChoice:
         def whole(name: str) -> list[int]:
             return [int(value) for value in instances[name]]
 
+        kind = KINDS[int(view.fleet["kind"][0])]
+        may_hold = bool(view.may_hold[0])
+        placed = kind in ("dispatch", "prefill") or (kind == "decode" and may_hold)
         question = Question(
             float(view.fleet["time_s"][0]),
-            KINDS[int(view.fleet["kind"][0])],
+            kind,
             view.candidates[0].tolist(),
-            bool(view.may_hold[0]),
+            may_hold,
+            placed and int(view.request["streamed_tokens"][0]) == 0,
             [STATES.index(state) for state in instances["state"]],
             [bool(migrating) for migrating in instances["migrating"]],
             [bool(origin) for origin in instances["origin"]],

@@ -79,6 +79,7 @@ class OracleRequest:
     prefill_instance: int = -1
     handover_s: float = 0.0
     failed: bool = False
+    rejected: bool = False
 
 
 @dataclass(frozen=True)

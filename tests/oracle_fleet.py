@@ -28,6 +28,8 @@ OUTCOMES = (
 )
 
 ABSENT, STARTING, READY, DRAINING, FAILED = range(5)
+REJECT = -2
+"""An answer to a request of which nothing has been answered: it ends."""
 
 (
     _NOTICE,
@@ -74,6 +76,7 @@ class Question:
     kind: str  # dispatch, prefill, decode, source, destination, scale
     candidates: list[bool]
     may_hold: bool
+    may_reject: bool
     state: list[int]
     migrating: list[bool]
     origin: list[bool]
@@ -459,7 +462,14 @@ class Fleet:
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
-    def ask(self, kind: str, candidates: Sequence[int], may_hold: bool = True, origin: int | None = None) -> int | None:
+    def ask(
+        self,
+        kind: str,
+        candidates: Sequence[int],
+        may_hold: bool = True,
+        origin: int | None = None,
+        may_reject: bool = False,
+    ) -> int | None:
         """The policy's choice among the candidates; it is not asked if there are none."""
         if not candidates:
             return None
@@ -477,6 +487,7 @@ class Fleet:
             kind,
             [i in candidates for i in range(len(self.engines))],
             may_hold,
+            may_reject,
             [engine.state for engine in self.engines],
             [engine.migration is not None for engine in self.engines],
             [i == origin for i in range(len(self.engines))],
@@ -488,7 +499,8 @@ class Fleet:
             [int(sum(float(self.table.predicted_output_tokens[job.row]) for job in here)) for here in answers],
         )
         chosen = self.choose(question)
-        assert chosen in candidates if chosen is not None else may_hold, "an illegal choice"
+        legal = may_reject if chosen == REJECT else may_hold if chosen is None else chosen in candidates
+        assert legal, "an illegal choice"
         return chosen
 
     def has(self, state: int) -> int:
@@ -525,14 +537,21 @@ class Fleet:
         if not candidates and not may_hold:
             self.end_as_failed([job])
             return True
-        chosen = self.ask("prefill" if self.config.pools else "dispatch", candidates, may_hold)
+        fresh = job.generated == 0
+        chosen = self.ask("prefill" if self.config.pools else "dispatch", candidates, may_hold, may_reject=fresh)
+        if chosen == REJECT:
+            job.record.rejected = True
+            return True
         if chosen is None:
             return False
         decode_at = None
         if self.engines[chosen].role == "prefill":
             decode_at = UNDECIDED
             if self.config.pools.decode_choice == "at_admission":
-                decode_at = self.ask("decode", self.decoders(), may_hold, chosen)
+                decode_at = self.ask("decode", self.decoders(), may_hold, chosen, may_reject=fresh and may_hold)
+                if decode_at == REJECT:
+                    job.record.rejected = True
+                    return True
                 if decode_at is None:
                     return False
         job.decode_at = decode_at
@@ -982,7 +1001,7 @@ class Fleet:
         rows += [job.row for job in self.held] + [job.row for job in self.came_back]
         rows += [row for _, row in self.arrivals]
         for record in self.records:
-            rows += [record.row] * (record.failed + (not math.isnan(record.finish_s)))
+            rows += [record.row] * (record.failed + record.rejected + (not math.isnan(record.finish_s)))
         times = Counter(rows)
         for row in range(len(self.table)):
             not_released = self.is_closed(row) and math.isnan(self.records[self.table.parent[row]].finish_s)

@@ -13,7 +13,18 @@ import pytest
 from hypothesis import given
 from keyed_choice import KeyedChoice
 from oracle import OracleInstance
-from oracle_fleet import ABSENT, DRAINING, FAILED, READY, FleetResult, Migration, OracleFleet, Question, simulate_fleet
+from oracle_fleet import (
+    ABSENT,
+    DRAINING,
+    FAILED,
+    READY,
+    REJECT,
+    FleetResult,
+    Migration,
+    OracleFleet,
+    Question,
+    simulate_fleet,
+)
 from strategies import fleets, fleets_on_grid, pools, pools_on_grid
 
 from fleetpilot.cluster.config import Failures, Pools, Rebalancing, Scaling
@@ -845,6 +856,37 @@ def test_neither_the_last_that_prefills_nor_the_last_that_decodes_is_drained() -
     assert script.asked[-1].candidates == [False, True, True, True, True]
 
 
+# --- rejected requests -----------------------------------------------------------------------------------------------
+
+
+def test_a_rejected_request_ends_unanswered_and_the_next_is_asked_at_once() -> None:
+    # B is held from 0.5 on, C behind it; at 1 B is asked again and rejected, C dispatched at that time.
+    script = Script(dispatch=[0, None, None, REJECT, 0])
+    config = {"hold_interval_s": 0.5, "max_hold_s": 10.0}
+    result = run(script, [0.0, 0.5, 0.75], [8, 8, 8], [3, 3, 3], [CHUNKED], **config)
+    assert script.times("dispatch") == [0.0, 0.5, 0.75, 1.0, 1.0]
+    assert [request.rejected for request in result.requests] == [False, True, False]
+    assert result.requests[1].token_times == []
+    assert result.requests[2].dispatch_s == 1.0
+
+
+def test_a_request_may_be_rejected_before_its_prefill_and_never_after() -> None:
+    script = Script(prefill=[0, REJECT, 0], decode=[1, REJECT])
+    result = hand_over(arrival_s=[0.0, 0.25, 0.5], script=script)
+    assert [request.rejected for request in result.requests] == [False, True, True]
+    script = Script(prefill=[0], decode=[1])
+    hand_over(replace(PAIR, decode_choice="after_prefill"), script=script)
+    may_reject = {question.kind: question.may_reject for question in script.asked}
+    assert may_reject == {"prefill": True, "decode": False}
+
+
+def test_a_request_that_lost_its_instance_is_rejected_only_before_its_first_token() -> None:
+    for failure_s, may_reject in ((0.5, True), (2.5, False)):
+        script = Script(dispatch=[0, 0])
+        run(script, [0.0], [8], [5], [CHUNKED], failures=Failures(at=((failure_s, 0),), repair_s=1.0))
+        assert [question.may_reject for question in script.asked] == [True, may_reject]
+
+
 # --- all of it together -----------------------------------------------------------------------------------------------
 
 
@@ -852,14 +894,14 @@ def test_neither_the_last_that_prefills_nor_the_last_that_decodes_is_drained() -
 def test_every_request_ends(drawn: tuple[RequestTable, OracleFleet]) -> None:
     """Conservation and order in time are asserted inside the oracle."""
     table, fleet = drawn
-    result = simulate_fleet(table, fleet, KeyedChoice().choose)
+    result = simulate_fleet(table, fleet, KeyedChoice(reject_share=0.1).choose)
     for request in result.requests:
         assert all(a < b for a, b in zip(request.token_times, request.token_times[1:], strict=False))
         parent = table.parent[request.row]
         lost = (
             parent >= 0 and not math.isnan(table.think_s[request.row]) and math.isnan(result.requests[parent].finish_s)
         )
-        if not lost and not request.failed:
+        if not lost and not request.failed and not request.rejected:
             assert request.generated == len(request.token_times) == table.output_tokens[request.row]
             assert request.finish_s == request.token_times[-1]
     assert sum(result.preemptions) == sum(request.preemptions for request in result.requests)

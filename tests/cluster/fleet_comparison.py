@@ -11,7 +11,7 @@ from keyed_choice import KeyedChoice
 from oracle_fleet import OUTCOMES, FleetResult, OracleFleet, Question, simulate_fleet
 
 from fleetpilot.cluster import FleetConfig, RunLog, simulate
-from fleetpilot.cluster.state import FAILED, FINISHED, MIGRATION_OUTCOMES, NEVER_ARRIVED
+from fleetpilot.cluster.state import FAILED, FINISHED, MIGRATION_OUTCOMES, NEVER_ARRIVED, REJECTED
 from fleetpilot.workloads.table import RequestTable
 
 SAMPLE_INTERVAL_S = 1 / 16
@@ -33,16 +33,18 @@ def fleet_config(fleet: OracleFleet) -> FleetConfig:
     )
 
 
-def run_kernel_fleet(case: FleetCase, *, leap: bool, check: bool = False) -> tuple[RunLog, KeyedChoice]:
+def run_kernel_fleet(
+    case: FleetCase, *, leap: bool, check: bool = False, reject_share: float = 0.0
+) -> tuple[RunLog, KeyedChoice]:
     table, fleet = case
-    policy = KeyedChoice()
+    policy = KeyedChoice(reject_share=reject_share)
     log = simulate(table, fleet_config(fleet), policy, leap=leap, check=check, sample_interval_s=SAMPLE_INTERVAL_S)
     return log, policy
 
 
-def run_oracle_fleet(case: FleetCase) -> tuple[FleetResult, KeyedChoice]:
+def run_oracle_fleet(case: FleetCase, reject_share: float = 0.0) -> tuple[FleetResult, KeyedChoice]:
     table, fleet = case
-    policy = KeyedChoice()
+    policy = KeyedChoice(reject_share=reject_share)
     return simulate_fleet(table, fleet, policy.choose, SAMPLE_INTERVAL_S), policy
 
 
@@ -61,7 +63,10 @@ def assert_same_fleet(log: RunLog, expected: FleetResult) -> None:
     """What happened to each request and each migration; counters, bill and memory of each instance."""
     requests = expected.requests
     never = [math.isnan(r.arrival_s) for r in requests]
-    status = [NEVER_ARRIVED if n else FAILED if r.failed else FINISHED for n, r in zip(never, requests, strict=True)]
+    status = [
+        NEVER_ARRIVED if n else FAILED if r.failed else REJECTED if r.rejected else FINISHED
+        for n, r in zip(never, requests, strict=True)
+    ]
     np.testing.assert_array_equal(log.requests["status"], status, "status")
     arrived = ~np.array(never)
     finished = np.array(status) == FINISHED
@@ -111,9 +116,9 @@ def assert_same_migrations(log: RunLog, expected: FleetResult) -> None:
         np.testing.assert_allclose(ours[name], [getattr(m, name) for m in theirs], rtol=1e-9, err_msg=name)
 
 
-def assert_same_run(case: FleetCase, *, leap: bool = True) -> None:
-    log, asked = run_kernel_fleet(case, leap=leap)
-    expected, expected_asked = run_oracle_fleet(case)
+def assert_same_run(case: FleetCase, *, leap: bool = True, reject_share: float = 0.0) -> None:
+    log, asked = run_kernel_fleet(case, leap=leap, reject_share=reject_share)
+    expected, expected_asked = run_oracle_fleet(case, reject_share)
     assert_same_questions(asked, expected_asked)
     assert_same_fleet(log, expected)
     assert_same_gaps(log, expected)

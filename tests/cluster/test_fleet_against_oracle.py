@@ -28,6 +28,12 @@ def test_ties_with_pools_equal_the_oracle(case: FleetCase) -> None:
 
 
 @given(fleets() | fleets_on_grid() | pools() | pools_on_grid())
+def test_rejections_equal_the_oracle(case: FleetCase) -> None:
+    assert_same_run(case, reject_share=0.3)
+    run_kernel_fleet(case, leap=True, check=True, reject_share=0.3)
+
+
+@given(fleets() | fleets_on_grid() | pools() | pools_on_grid())
 def test_leaps_equal_single_steps_bitwise(case: FleetCase) -> None:
     leaping, asked = run_kernel_fleet(case, leap=True)
     stepping, asked_stepping = run_kernel_fleet(case, leap=False)

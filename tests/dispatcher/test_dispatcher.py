@@ -17,7 +17,7 @@ from fleetpilot.dispatcher.engine import EngineState
 from fleetpilot.dispatcher.http.client import CallError, HttpClient
 from fleetpilot.dispatcher.relay import Relay
 from fleetpilot.dispatcher.service import Dispatcher
-from fleetpilot.fleet.view import KIND_DISPATCH, KIND_SOURCE, NONE, STATE_DRAINING, Decision, FleetView
+from fleetpilot.fleet.view import KIND_DISPATCH, KIND_SOURCE, NONE, REJECT, STATE_DRAINING, Decision, FleetView
 
 PROMPT = [1, 2, 3, 4]
 LEDGER = ("in_flight", "urgent", "unstarted", "unstarted_prompt_tokens", "started_prompt_tokens", "streamed_tokens",
@@ -369,6 +369,56 @@ def test_what_cannot_be_rebuilt_is_not_moved() -> None:
             await until(lambda: any(relay.tokens for at in dispatcher.at for relay in at.values()))
             assert not the_relay(dispatcher).movable
             assert (await task).status == 200
+
+    run(test)
+
+
+class Rejecting:
+    """Rejects the requests of so many prompt tokens or more; places the others, at first on the first engine."""
+
+    name = "rejecting"
+
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+
+    def reset(self, batch: int, seed: int) -> None: ...
+
+    def decide(self, view: FleetView) -> Decision:
+        rejected = view.request["prompt_tokens"][0] >= self.tokens
+        return Decision(np.array([REJECT if rejected else np.flatnonzero(view.candidates[0])[0]]))
+
+
+def test_what_a_policy_rejects_is_answered_at_once() -> None:
+    async def test() -> None:
+        async with a_fleet(2, Rejecting(5)) as (dispatcher, client, _):
+            await client.fetch("GET", "/dashboard/state", timeout_s=WAIT_S)
+            assert (await ask(client, prompt=[1, 2, 3, 4])).status == 200
+            answer = await ask(client, prompt=[1, 2, 3, 4, 5])
+            assert answer.status == 429
+            assert dict(answer.headers)[b"retry-after"] == b"1"
+            assert orjson.loads(answer.body)["error"]["code"] == 429
+            page = await client.fetch("GET", "/dashboard/state", timeout_s=WAIT_S)
+            newest = orjson.loads(page.body)["decisions"][0]
+            assert (newest["choice"], newest["read"]) == ("reject", [])
+            assert dispatcher.outcomes == {"finished": 1, "rejected": 1}
+            assert dispatcher.fleet.host.fallbacks == {}
+            assert is_empty(dispatcher)
+
+    run(test)
+
+
+def test_a_stream_that_has_begun_is_never_rejected() -> None:
+    async def test() -> None:
+        policy = Rejecting(1000)
+        async with a_fleet(2, policy, failover=True) as (dispatcher, client, engines):
+            task = asyncio.create_task(ask(client, max_tokens=200))
+            await until(lambda: any(relay.tokens > 3 for relay in dispatcher.at[0].values()))
+            policy.tokens = 0
+            await engines[0].kill()
+            answer = await task
+            assert answer.status == 200
+            assert text_of(answer) == expected_text([1, 2, 3, 4], 200)
+            assert dispatcher.fleet.host.fallbacks == {"illegal choice": 1}
 
     run(test)
 

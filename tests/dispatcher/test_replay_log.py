@@ -20,7 +20,7 @@ from fleetpilot.dispatcher.decisions import view_fields
 from fleetpilot.dispatcher.http.client import HttpClient
 from fleetpilot.dispatcher.replay import replay
 from fleetpilot.fleet.features import KINDS
-from fleetpilot.fleet.view import Decision, FleetView, empty_view
+from fleetpilot.fleet.view import REJECT, Decision, FleetView, empty_view
 
 
 class Always:
@@ -84,6 +84,24 @@ def test_kinds_that_the_policy_does_not_answer_are_not_asked(tmp_path: Path) -> 
     found = replay(records(), Always(0))
     assert dict(found.not_asked) == {"source": 1, "destination": 1}
     assert set(replay(records(), Leveller()).agreement) == {"dispatch", "source", "destination"}
+
+
+def test_rejections_are_recorded_are_never_explored_and_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+
+    async def test() -> None:
+        async with a_fleet(2, Always(REJECT), decision_log=str(path), explore=1.0) as (_, client, _engines):
+            assert (await ask(client)).status == 429
+
+    run(test)
+    decided, ended = read_log(path)
+    assert (decided["preferred"], decided["choice"], decided["propensity"]) == ("reject", "reject", 1.0)
+    assert (ended["outcome"], ended["instance"]) == ("rejected", None)
+    for policy, agreed, none in ((Always(REJECT), 1, 1), (Always(0), 0, 0)):
+        found = replay(read_log(path), policy)
+        agreement = found.agreement["dispatch"]
+        assert (agreement.decisions, agreement.agreed, agreement.none, agreement.failed) == (1, agreed, none, 0)
+        assert found.requests == 0
 
 
 def test_exploration_is_recorded_with_its_propensities(tmp_path: Path) -> None:
