@@ -2,9 +2,10 @@
 
 Source: "Calibrate, Then Route", arXiv 2609.16206: backlog is the committed work in seconds, work the predicted tokens
     at the measured time per token, pressure the positive part of the KV use after admission, slo the weight of the
-    request's class, queue the requests that wait. Power-of-two sampling and an admission guard are the cures that it
+    request's class, queue the requests that wait. With pools the same is asked twice, of prompts at the measured time
+    per prompt token and of answers. Power-of-two sampling and an admission guard are the cures that it
     suggests for concentration.
-Reads: instance.kv_capacity_blocks, instance.block_size, instance.prefill_s_per_token,
+Reads: fleet.kind, instance.kv_capacity_blocks, instance.block_size, instance.prefill_s_per_token,
     instance.decode_step_s, instance.decode_s_per_seq, instance.free_blocks, instance.queued_demand_blocks,
     instance.queued, instance.unstarted_prompt_tokens, instance.predicted_output_tokens, instance.streamed_tokens,
     request.prompt_tokens, request.predicted_output_tokens, request.ttft_target_s, fleet.random_key, fleet.may_hold
@@ -12,8 +13,8 @@ Notes: None of its weights is published, so all are ours, to be tuned. The times
     prefill as calibrated, of decode a step's time over the requests of a batch of `concurrency`. The slo weight is
     1 + `slo` / target for the first token. Pressure is `pressure` x (use - `full`) above `full`, use with the whole
     predicted answer. `sampled` = 1 takes the cheaper of two drawn candidates; `guard` > 0 passes over instances whose
-    use would be above it, and holds a request that has no other where that is allowed. The source prices prompts and
-    answers apart, for pools of their own; here an instance does both, and is priced by both together.
+    use would be above it, and holds a request that has no other where that is allowed. Without pools an instance is
+    priced by prompts and answers together.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fleetpilot.baselines.power_of_two import two_candidates
 from fleetpilot.fleet.jit import kernel
 from fleetpilot.fleet.latency import TYPICAL_BATCH, decode_s_per_token, remaining_tokens
 from fleetpilot.fleet.policy import CompiledPolicy, Range
-from fleetpilot.fleet.view import NONE
+from fleetpilot.fleet.view import KIND_DECODE, KIND_DISPATCH, KIND_PREFILL, NONE
 
 RANGES = {
     "backlog": Range(0.0, 2.0),
@@ -41,28 +42,30 @@ RANGES = {
 
 
 @kernel
-def time_s(instance: Any, prompt_tokens: float, output_tokens: float, concurrency: float) -> float:
-    """What prompts and answers of so many tokens take of the instance."""
-    prefill_s = prompt_tokens * float(instance.prefill_s_per_token)
-    return prefill_s + output_tokens * decode_s_per_token(instance, concurrency)
+def time_s(instance: Any, kind: int, prompt_tokens: float, output_tokens: float, concurrency: float) -> float:
+    """What prompts and answers of so many tokens take of the instance, as far as the decision is about them."""
+    prefill_s = 0.0 if kind == KIND_DECODE else prompt_tokens * float(instance.prefill_s_per_token)
+    decode_s = 0.0 if kind == KIND_PREFILL else output_tokens * decode_s_per_token(instance, concurrency)
+    return prefill_s + decode_s
 
 
 @kernel
-def backlog_s(instance: Any, concurrency: float) -> float:
+def backlog_s(instance: Any, kind: int, concurrency: float) -> float:
     """Committed work: prompts without a first token, and the predicted rest of all answers."""
-    return time_s(instance, float(instance.unstarted_prompt_tokens), remaining_tokens(instance), concurrency)
+    return time_s(instance, kind, float(instance.unstarted_prompt_tokens), remaining_tokens(instance), concurrency)
 
 
 @kernel
-def work_s(instance: Any, request: Any, concurrency: float) -> float:
+def work_s(instance: Any, request: Any, kind: int, concurrency: float) -> float:
     """What the request adds to it."""
-    return time_s(instance, float(request.prompt_tokens), float(request.predicted_output_tokens), concurrency)
+    return time_s(instance, kind, float(request.prompt_tokens), float(request.predicted_output_tokens), concurrency)
 
 
 @kernel
-def use_after(instance: Any, request: Any) -> float:
+def use_after(instance: Any, request: Any, kind: int) -> float:
     """KV use once the queue and the request with all that it will hold are in; above 1 where they do not fit."""
-    demand = np.ceil((request.prompt_tokens + request.predicted_output_tokens) / instance.block_size)
+    answer_tokens = 0.0 if kind == KIND_PREFILL else request.predicted_output_tokens
+    demand = np.ceil((request.prompt_tokens + answer_tokens) / instance.block_size)
     used = instance.kv_capacity_blocks - instance.free_blocks + instance.queued_demand_blocks
     return float((used + demand) / instance.kv_capacity_blocks)
 
@@ -103,15 +106,15 @@ def make(
         raise ValueError(f"sampled = {sampled:g}: expected 0 or 1")
 
     def choose(instances: Any, requests: Any, fleets: Any) -> int:
-        request = requests[0]
+        request, kind = requests[0], fleets[0].kind
         first, second = (NONE, NONE) if sampled == 0 else two_candidates(instances, fleets[0])
         best, least = NONE, (0, np.inf)
         for slot in range(len(instances)):
             instance = instances[slot]
             if instance.candidate != 0 and (sampled == 0 or slot in (first, second)):
-                use = use_after(instance, request)
-                cost = backlog * backlog_s(instance, concurrency)
-                cost += work * work_s(instance, request, concurrency) * (1.0 + pressure * max(0.0, use - full))
+                use = use_after(instance, request, kind)
+                cost = backlog * backlog_s(instance, kind, concurrency)
+                cost += work * work_s(instance, request, kind, concurrency) * (1.0 + pressure * max(0.0, use - full))
                 over = 1 if guard > 0 and use > guard else 0
                 key = (over, cost * slo_weight(request, slo) + queue * instance.queued)
                 may_wait = over == 1 and fleets[0].may_hold != 0
@@ -119,7 +122,7 @@ def make(
                     best, least = slot, key
         return best
 
-    return CompiledPolicy("calibrated", choose)
+    return CompiledPolicy("calibrated", choose, (KIND_DISPATCH, KIND_PREFILL, KIND_DECODE))
 
 
 POLICY = make()

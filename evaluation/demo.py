@@ -10,9 +10,8 @@ from fleetpilot.evaluation.experiments.learned import Size, cells
 from fleetpilot.evaluation.report import Report, write_report
 from fleetpilot.evaluation.runner import Scenario, evaluate
 from fleetpilot.evaluation.segments import at_load, cut, within_length
-from fleetpilot.fleet.policy import kinds_of
+from fleetpilot.fleet.policy import only_places
 from fleetpilot.fleet.profiles import load_profile
-from fleetpilot.fleet.view import KIND_DISPATCH
 from fleetpilot.workloads import workload
 
 LOAD = 0.8
@@ -33,7 +32,7 @@ def demo(out: Path, trained: Path | None = None) -> Report:
         trained: folder of a policy trained with the configuration ``quick``: it competes on what it was trained for,
             bursts on eight H100s.
     """
-    policies = [name for name, make in BASELINES.items() if kinds_of(make()) == (KIND_DISPATCH,)]
+    policies = [name for name, make in BASELINES.items() if only_places(make())]
     runs = evaluate([_conversation()], policies, out, seeds=(0,))
     if trained is not None:
         bursts = cells("bursty", "development", Size(share=SHARE, loads=(LOAD,)))

@@ -29,8 +29,8 @@ from fleetpilot.evaluation.runner import Cell, Job, Scenario, compile_kernels, r
 from fleetpilot.evaluation.runs import write_atomically
 from fleetpilot.evaluation.tables import Table, Text
 from fleetpilot.evaluation.tuned import FORMAT, read_tuned
-from fleetpilot.fleet.policy import Range, kinds_of
-from fleetpilot.fleet.view import KIND_DISPATCH, KIND_SCALE
+from fleetpilot.fleet.policy import Range
+from fleetpilot.fleet.view import KIND_DECODE, KIND_DESTINATION, KIND_DISPATCH, KIND_PREFILL, KIND_SCALE, KIND_SOURCE
 
 INSTANCE_PRICE = 0.25
 """What a fleet that scales pays, in shares of goodput, for all its instances all the time."""
@@ -67,11 +67,14 @@ class Study:
     @property
     def ranges(self) -> dict[str, Range]:
         """Of the parameters that matter to these fleets."""
+        fleets = [scenario.fleet for scenario in self.scenarios]
         asked = {KIND_DISPATCH}
-        if any(scenario.fleet.scaling is not None for scenario in self.scenarios):
+        if any(fleet.pools is not None for fleet in fleets):
+            asked |= {KIND_PREFILL, KIND_DECODE}
+        if any(fleet.rebalancing is not None for fleet in fleets):
+            asked |= {KIND_SOURCE, KIND_DESTINATION}
+        if any(fleet.scaling is not None for fleet in fleets):
             asked.add(KIND_SCALE)
-        if any(scenario.fleet.rebalancing is not None for scenario in self.scenarios):
-            asked |= set(kinds_of(load_policy(self.policy))) - {KIND_SCALE}
         return {name: allowed for name, allowed in policy_ranges(self.policy).items() if allowed.kind in asked}
 
     def jobs(self, policy: str, command: str) -> tuple[Job, ...]:

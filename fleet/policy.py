@@ -54,6 +54,11 @@ def kinds_of(policy: Policy) -> tuple[int, ...]:
     return getattr(policy, "kinds", (KIND_DISPATCH,))
 
 
+def only_places(policy: Policy) -> bool:
+    """Whether it says where requests go, in pools by rules of their own or not, and moves and scales nothing."""
+    return set(kinds_of(policy)) <= {KIND_DISPATCH, KIND_PREFILL, KIND_DECODE}
+
+
 class Range(NamedTuple):
     """Between which values a parameter of a policy is looked for.
 

@@ -38,7 +38,7 @@ from fleetpilot.evaluation.runner import Scenario, evaluate
 from fleetpilot.evaluation.segments import at_load, capacity_rps, rate_rps, superpose, within_length
 from fleetpilot.evaluation.statistics import Interval, holm, iqm
 from fleetpilot.evaluation.tables import Table, Text, number
-from fleetpilot.fleet.policy import kinds_of
+from fleetpilot.fleet.policy import kinds_of, only_places
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.view import KIND_DISPATCH
 from fleetpilot.workloads import RequestTable, workload
@@ -78,7 +78,7 @@ def plan() -> dict[str, Any]:
 
 def field() -> list[str]:
     """The baselines that dispatch and need no more than that."""
-    return [name for name, make in baselines.BASELINES.items() if kinds_of(make()) == (KIND_DISPATCH,)]
+    return [name for name, make in baselines.BASELINES.items() if only_places(make())]
 
 
 def bounds() -> list[str]:

@@ -23,12 +23,16 @@ from fleetpilot.fleet.policy import CompiledPolicy, OracleBound, Policy, kinds_o
 from fleetpilot.fleet.view import (
     FLEET_FIELDS,
     INSTANCE_FIELDS,
+    KIND_DECODE,
     KIND_DESTINATION,
     KIND_DISPATCH,
+    KIND_PREFILL,
     KIND_SCALE,
     KIND_SOURCE,
     NONE,
+    REJECT,
     REQUEST_FIELDS,
+    ROLES,
     STATE_ABSENT,
     STATE_FAILED,
     Field,
@@ -44,12 +48,17 @@ ALL_READ = {
     "hpa-queue": ["hpa-queue?target=12&stabilization_s=200"],
     "hpa-kv": ["hpa-kv?target=0.5&stabilization_s=200"],
     "hpa-latency": ["hpa-latency?target=80&window_s=200&stabilization_s=200"],
+    "mooncake": ["mooncake", "mooncake?margin=0.02", "mooncake?reject=0"],
+    "llumnix-v1": ["llumnix-v1", "llumnix-v1?slo_s=0.5"],
     "smetric": ["smetric", "smetric?slack=0.2", "smetric?slack=3"],
     "dynamo-kv": ["dynamo-kv", "dynamo-kv?temperature=0.5"],
 }
 """With which parameters policies read all that they say, on such views; by default with their own."""
 HOLD = ["past-future", "oracle-past-future"]
 """Policies that hold a request at times."""
+REJECTING = ["mooncake"]
+"""Policies that turn a request away at times."""
+PLACES = [KIND_DISPATCH, KIND_PREFILL, KIND_DECODE]
 FIELDS: dict[str, Field] = {
     f"{table}.{field.name}": field
     for table, fields in (("instance", INSTANCE_FIELDS), ("request", REQUEST_FIELDS), ("fleet", FLEET_FIELDS))
@@ -113,6 +122,8 @@ def randomise(view: FleetView, field: str, rng: np.random.Generator, kinds: Sequ
         records[name] = rng.choice(kinds, size=shape)
     elif name == "state":
         records[name] = rng.integers(STATE_ABSENT, STATE_FAILED + 1, size=shape)
+    elif name == "role":
+        records[name] = rng.integers(len(ROLES), size=shape)
     elif name in ("origin", "migrating", "preempted", "urgent"):
         records[name] = rng.integers(2, size=shape)
     elif name == "priority":
@@ -145,10 +156,13 @@ def test_names() -> None:
         "past-future",
         "polyserve",
         "calibrated",
+        "splitwise",
+        "mooncake",
         "infaas++",
         "llumnix",
         "llumnix-base",
         "llumnix-paper",
+        "llumnix-v1",
         "hpa-queue",
         "hpa-kv",
         "hpa-latency",
@@ -246,12 +260,14 @@ def test_only_candidates_are_chosen(name: str) -> None:
     choice = np.array(choices(policy, seen))[-1]
     view = seen[-1]
     none = choice == NONE
-    placed = view.fleet["kind"] == KIND_DISPATCH
-    assert view.candidates[np.arange(500), choice][~none].all()
+    placed = np.isin(view.fleet["kind"], PLACES)
+    assert (choice[placed] == REJECT).any() == (name in REJECTING)
+    assert view.candidates[np.arange(500), choice][choice >= 0].all()
+    assert np.isin(choice[choice < 0], [NONE, REJECT]).all()
     # A request must go somewhere, unless it may be held; a request that runs, or the fleet, may stay as it is.
     assert not none[placed & ~view.may_hold].any()
     assert none[placed].any() == (name in HOLD)
-    for kind in set(kinds_of(policy)) - {KIND_DISPATCH}:
+    for kind in set(kinds_of(policy)) - set(PLACES):
         assert 0 < none[view.fleet["kind"] == kind].mean() < 1
 
 

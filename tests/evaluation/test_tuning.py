@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fleetpilot.baselines import BASELINES, load_policy, policy_ranges
-from fleetpilot.cluster import FleetConfig, Rebalancing, Scaling
+from fleetpilot.cluster import FleetConfig, Pools, Rebalancing, Scaling
 from fleetpilot.evaluation import Scenario, cut, tuning
 from fleetpilot.evaluation.segments import windows_of
 from fleetpilot.evaluation.tuned import read_tuned, tuned_names
@@ -30,6 +30,7 @@ from fleetpilot.fleet.slo import CHAT, TIGHT
 from fleetpilot.workloads.table import RequestTable, make_table
 
 A10 = load_profile("a10-llama-7b")
+L40S = load_profile("l40s-llama-3.1-8b")
 
 
 def busy(n: int = 160, rate: float = 2.2, seed: int = 1) -> RequestTable:
@@ -136,6 +137,10 @@ def test_only_parameters_that_matter_are_looked_for(tmp_path: Path) -> None:
     assert names("llumnix", rebalancing=Rebalancing()) == ["threshold"]
     assert names("llumnix", scaling=Scaling(ready=2)) == ["low", "high"]
     assert names("llumnix", rebalancing=Rebalancing(), scaling=Scaling(ready=2)) == ["threshold", "low", "high"]
+    assert names("llumnix-v1") == []
+    pools: dict[str, Any] = {"profiles": (L40S, L40S), "pools": Pools.of(prefill=1, decode=1)}
+    assert names("llumnix-v1", **pools) == ["slo_s", "fill"]
+    assert names("splitwise", **pools) == ["prompt", "token"]
     assert names("cache-aware", rebalancing=Rebalancing()) == ["least", "ratio", "prefix"]
 
 
