@@ -22,6 +22,7 @@ PUBLISHED = (
     "llumnix-fig14",
     "llumnix-fig15",
     "llumnix-stock",
+    "calibrate-then-route",
 )
 """Those of papers."""
 EXPERIMENTS = (*PUBLISHED, "five-scenarios", "learned")
