@@ -16,6 +16,7 @@ ENVIRONMENT = "FLEETPILOT_SERVE_"
 
 RELOADED = ("policy", "fallback", "shadow", "dry_run", "explore")
 """Settings that a running dispatcher takes up anew."""
+SCALERS = ("process",)
 _SECRETS = ("api_keys", "engine_api_key")
 
 
@@ -62,6 +63,20 @@ class ServeConfig:
         max_body_bytes: of a client's request.
         max_connections: of clients.
         seed: of the policies' tie breaks.
+        scaler: what starts and stops engines as the policy says: ``process``; empty: nothing does.
+        scale_command: with ``process``, how an engine is started on this host: a command with ``{port}`` in it, where
+            the engine listens on 127.0.0.1; ``{side_port}`` is another free port, ``{index}`` a number from 0 on.
+        min_instances: the fleet is kept at so many, those of `engines` included; no more are drained.
+        max_instances: never more, starting and draining ones and those of `engines` included; needed with a scaler.
+        scale_interval_s: between two questions what to start or drain.
+        scale_out_cooldown_s: after a start, before the next; doubled after each start that came to nothing.
+        scale_in_cooldown_s: after a start or the beginning of a drain, before an instance may drain.
+        scale_in_load: an instance drains only if the others would then use at most this share of their KV blocks and of
+            their places in batches.
+        start_deadline_s: an instance that is not up by then is given up.
+        drain_deadline_s: then the requests of a draining instance go on elsewhere by recompute; those that cannot are
+            waited for.
+        stop_grace_s: a process that has not ended so long after SIGTERM is killed.
     """
 
     engines: tuple[str, ...] = ()
@@ -100,6 +115,17 @@ class ServeConfig:
     max_body_bytes: int = 64 * 1024 * 1024
     max_connections: int = 16_384
     seed: int = 0
+    scaler: str = ""
+    scale_command: str = ""
+    min_instances: int = 1
+    max_instances: int = 0
+    scale_interval_s: float = 10.0
+    scale_out_cooldown_s: float = 30.0
+    scale_in_cooldown_s: float = 300.0
+    scale_in_load: float = 0.7
+    start_deadline_s: float = 1200.0
+    drain_deadline_s: float = 300.0
+    stop_grace_s: float = 30.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant.
@@ -128,6 +154,15 @@ class ServeConfig:
             ("max_body_bytes", 1_024, 2**40),
             ("max_connections", 1, 10**7),
             ("seed", 0, 2**63 - 1),
+            ("min_instances", 1, 4_096),
+            ("max_instances", 0, 4_096),
+            ("scale_interval_s", 0.01, 86_400.0),
+            ("scale_out_cooldown_s", 0.0, 86_400.0),
+            ("scale_in_cooldown_s", 0.0, 86_400.0),
+            ("scale_in_load", 0.01, 1.0),
+            ("start_deadline_s", 0.1, 86_400.0),
+            ("drain_deadline_s", 0.0, 86_400.0),
+            ("stop_grace_s", 0.0, 3600.0),
         ):
             value = getattr(self, name)
             if not (math.isfinite(value) and low <= value <= high):
@@ -140,6 +175,27 @@ class ServeConfig:
             raise ValueError(f"explore = {self.explore:g}: expected 0 in a dry run, in which no choice is carried out")
         if len(set(self.engines)) != len(self.engines):
             raise ValueError(f"engines = {list(self.engines)!r}: expected each URL once")
+        self._check_scaler()
+
+    def _check_scaler(self) -> None:
+        if self.scaler not in ("", *SCALERS):
+            raise ValueError(f"scaler = {self.scaler!r}: expected one of {', '.join(SCALERS)}")
+        if bool(self.scale_command) != (self.scaler == "process"):
+            raise ValueError(f"scale_command = {self.scale_command!r}: expected with scaler = 'process' alone")
+        if not self.scaler:
+            return
+        if self.engines_file:
+            raise ValueError(f"engines_file = {self.engines_file!r}: expected none, as scaler is set")
+        if not max(self.min_instances, len(self.fixed_engines), 1) <= self.max_instances:
+            raise ValueError(
+                f"max_instances = {self.max_instances!r}: expected at least min_instances, {self.min_instances}, and "
+                f"as many as there are engines, {len(self.fixed_engines)}, as scaler is set"
+            )
+
+    @property
+    def fixed_engines(self) -> tuple[str, ...]:
+        """URLs of engines that nothing starts or stops."""
+        return self.engines
 
     def reloaded(self, other: ServeConfig) -> tuple[ServeConfig, list[str]]:
         """These settings with what a running dispatcher takes over from others, and the names of what it cannot."""

@@ -84,7 +84,7 @@ def _instance(dispatcher: Dispatcher, slot: int) -> dict[str, Any]:
     numbers = {name: float(record[name]) for name in _COLUMNS} | {"poll_age_s": fleet.poll_age_s(slot)}
     return {
         "slot": slot,
-        "url": engine.url,
+        "url": engine.url if engine.has_address else "no address yet",
         "state": engine.state.name.lower(),
         "migrating": bool(record["migrating"]),
         **{name: value if np.isfinite(value) else None for name, value in numbers.items()},

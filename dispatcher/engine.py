@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import time
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from fleetpilot.fleet.view import STATE_ABSENT, STATE_DRAINING, STATE_FAILED, ST
 
 PROBE_PRIORITY = -(2**31)
 """Priority of what must not queue: before all requests of clients."""
+NOWHERE = "http://nowhere.invalid"
+"""URL of a slot that no engine has."""
 
 
 class EngineState(enum.IntEnum):
@@ -60,6 +63,8 @@ class Engine:
         url: of its HTTP server.
         client: for calls to it.
         state: see `EngineState`.
+        state_since_s: when it came into it (monotonic clock).
+        watcher: the task that polls it.
         capabilities: None until it has been asked.
         failures: calls in a row that it failed (`Breaker`).
         busy_until_s: it said that it is overloaded until then (monotonic clock).
@@ -73,6 +78,8 @@ class Engine:
         self.url = url.rstrip("/")
         self.client = HttpClient(url)
         self.state = EngineState.STARTING
+        self.state_since_s = time.monotonic()
+        self.watcher: asyncio.Task[None] | None = None
         self.capabilities: Capabilities | None = None
         self.failures = 0
         self.busy_until_s = 0.0
@@ -88,6 +95,11 @@ class Engine:
     def may_take(self, now_s: float) -> bool:
         """Whether a request may be sent to it."""
         return self.state == EngineState.READY and now_s >= self.busy_until_s and now_s >= self.open_until_s
+
+    @property
+    def has_address(self) -> bool:
+        """Whether it is anywhere: not so in a slot that is free, or whose instance was ordered and is not there yet."""
+        return self.url != NOWHERE
 
     def __repr__(self) -> str:
         return f"Engine({self.slot}, {self.url!r}, {self.state.name})"
@@ -155,4 +167,4 @@ def _json(answer: Answer) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-__all__ = ["PROBE_PRIORITY", "CallError", "Capabilities", "Engine", "EngineState", "ask_capabilities"]
+__all__ = ["NOWHERE", "PROBE_PRIORITY", "CallError", "Capabilities", "Engine", "EngineState", "ask_capabilities"]

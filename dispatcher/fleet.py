@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fleetpilot.dispatcher.engine import Engine, EngineState
+from fleetpilot.dispatcher.engine import NOWHERE, Engine, EngineState
 from fleetpilot.dispatcher.policy_host import PolicyHost
 from fleetpilot.dispatcher.prefix_index import PrefixIndex
 from fleetpilot.fleet.ledger import Ledger
@@ -17,6 +17,7 @@ from fleetpilot.fleet.slo import SLOClass
 from fleetpilot.fleet.view import (
     KIND_DESTINATION,
     KIND_DISPATCH,
+    KIND_SCALE,
     KIND_SOURCE,
     NONE,
     FleetView,
@@ -89,12 +90,35 @@ class Fleet:
         self._random = np.random.default_rng(seed)
 
     def add(self, url: str) -> Engine:
-        """An engine joins, in the slot of one that is gone or in a new one.
+        """An engine joins, in the slot of one that is expected, or is gone, or in a new one.
 
         Raises:
             ValueError: the URL is none.
         """
-        slot = next((e.slot for e in self.engines if e.state == EngineState.ABSENT), len(self.engines))
+        expected = self.expected
+        return self._seat(expected[0].slot if expected else self._free_slot(), url, EngineState.STARTING)
+
+    @property
+    def expected(self) -> list[Engine]:
+        """Slots of instances that were ordered and are nowhere yet."""
+        return [e for e in self.engines if e.state == EngineState.STARTING and not e.has_address]
+
+    def expect(self, instances: int) -> None:
+        """So many instances were ordered and are nowhere yet: to policies they are starting."""
+        for engine in self.expected[instances:]:
+            self.set_state(engine, EngineState.ABSENT)
+        for _ in range(instances - len(self.expected)):
+            self._seat(self._free_slot(), NOWHERE, EngineState.STARTING)
+
+    def reserve(self, slots: int) -> None:
+        """Have so many slots: a policy says that an instance should start by choosing an absent one."""
+        while len(self.engines) < slots:
+            self._seat(len(self.engines), NOWHERE, EngineState.ABSENT)
+
+    def _free_slot(self) -> int:
+        return next((e.slot for e in self.engines if e.state == EngineState.ABSENT), len(self.engines))
+
+    def _seat(self, slot: int, url: str, state: EngineState) -> Engine:
         engine = Engine(slot, url)
         if slot == len(self.engines):
             self._grow()
@@ -104,7 +128,7 @@ class Fleet:
         self._instances[slot] = empty_view(1, 1).instances[0, 0]
         self._instances["slot"][slot] = slot
         _apply_profile(self._instances[slot], self._profile)
-        self.set_state(engine, EngineState.STARTING)
+        self.set_state(engine, state)
         self.forget_poll(engine)
         return engine
 
@@ -119,7 +143,9 @@ class Fleet:
 
     def set_state(self, engine: Engine, state: EngineState) -> None:
         """The engine is in this state now."""
-        engine.state = state
+        if state != engine.state:
+            engine.state = state
+            engine.state_since_s = time.monotonic()
         self._instances["state"][engine.slot] = state
 
     def polled(self, engine: Engine, metrics: VllmMetrics, sent_s: float) -> None:
@@ -184,6 +210,10 @@ class Fleet:
             request,
             origin=source,
         )
+
+    def choose_scale(self, may_change: Callable[[Engine], bool]) -> int:
+        """The instance to start, to drain or to keep, or `NONE`."""
+        return self._ask(KIND_SCALE, True, time.monotonic(), may_change)
 
     def _ask(
         self,

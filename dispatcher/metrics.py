@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
+
+from fleetpilot.dispatcher.engine import EngineState
 
 if TYPE_CHECKING:
     from fleetpilot.dispatcher.service import Dispatcher
@@ -26,6 +29,9 @@ class _Collected(Collector):
 
     def collect(self) -> Iterable[Metric]:
         dispatcher = self._dispatcher
+        engines = [engine for engine in dispatcher.fleet.engines if engine.state != EngineState.ABSENT]
+        states = Counter(engine.state for engine in engines)
+        engines = [engine for engine in engines if engine.has_address]
         for name, label, counts in (
             ("fleetpilot_requests", "outcome", dispatcher.outcomes),
             ("fleetpilot_events", "event", dispatcher.counts),
@@ -44,18 +50,23 @@ class _Collected(Collector):
         yield GaugeMetricFamily("fleetpilot_held", "requests held at the dispatcher", value=dispatcher.fleet.held)
         yield GaugeMetricFamily("fleetpilot_migrations_running", "migrations", value=len(dispatcher.migrations))
         age = GaugeMetricFamily("fleetpilot_instance_poll_age_s", "age of the last poll", labels=["instance"])
-        for engine in dispatcher.fleet.engines:
+        for engine in engines:
             age.add_metric([engine.url], dispatcher.fleet.poll_age_s(engine.slot))
         yield age
         for name in ("in_flight", "unstarted", "streamed_tokens", "running", "waiting", "kv_usage"):
             gauge = GaugeMetricFamily(f"fleetpilot_instance_{name}", f"{name} of the view", labels=["instance"])
-            for engine in dispatcher.fleet.engines:
+            for engine in engines:
                 gauge.add_metric([engine.url], float(dispatcher.fleet.view.instances[0][name][engine.slot]))
             yield gauge
         state = GaugeMetricFamily("fleetpilot_instance_state", "1 for the state it is in", labels=["instance", "state"])
-        for engine in dispatcher.fleet.engines:
+        for engine in engines:
             state.add_metric([engine.url, engine.state.name.lower()], 1.0)
         yield state
+        count = GaugeMetricFamily("fleetpilot_instances", "with those that have no address yet", labels=["state"])
+        for each in EngineState:
+            if each != EngineState.ABSENT:
+                count.add_metric([each.name.lower()], states[each])
+        yield count
         yield _downtimes(dispatcher)
 
 

@@ -86,6 +86,11 @@ class Relay:
             and bool(answer.prompt_ids)
         )
 
+    @property
+    def can_go_elsewhere(self) -> bool:
+        """Whether its engine could be left now: it does not move, and more than the end of its answer is to come."""
+        return not self.moving and (self.answer is None or not self.answer.reached_end)
+
     # placing
 
     def place(self) -> bool:

@@ -27,11 +27,13 @@ from fleetpilot.dispatcher.policy_host import PolicyHost
 from fleetpilot.dispatcher.prompts import Prompts
 from fleetpilot.dispatcher.relay import Relay
 from fleetpilot.dispatcher.requests import CHAT, COMPLETIONS, ApiRequest, BadRequest, parse_request
+from fleetpilot.dispatcher.scaling.actuator import Actuator, make_actuator
+from fleetpilot.dispatcher.scaling.scaler import Scaler
 from fleetpilot.dispatcher.shadow import Shadow
-from fleetpilot.fleet.policy import CompiledPolicy, Policy, require_compiled
+from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of, require_compiled
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.slo import CHAT as CHAT_SLO
-from fleetpilot.fleet.view import KIND_SOURCE, NONE, empty_view
+from fleetpilot.fleet.view import KIND_SCALE, KIND_SOURCE, NONE, empty_view
 
 _LOG = logging.getLogger("fleetpilot.dispatcher")
 
@@ -53,6 +55,7 @@ class Dispatcher:
     Args:
         config: see `ServeConfig`.
         policy: instead of `config.policy`.
+        actuator: instead of the one that `config.scaler` names.
 
     Raises:
         ValueError: a policy, profile or URL is not known or malformed.
@@ -65,11 +68,12 @@ class Dispatcher:
         migrations: that go on.
         moved: the latest that ended, oldest first.
         log: of decisions, from `start` to `stop` where the configuration asks for one.
+        scaler: None where the fleet is not scaled.
     """
 
-    def __init__(self, config: ServeConfig, policy: Policy | None = None):
-        if not (config.engines or config.engines_file):
-            raise ValueError("engines: got none, expected at least one URL, or engines_file, or emulate")
+    def __init__(self, config: ServeConfig, policy: Policy | None = None, actuator: Actuator | None = None):
+        if not (config.engines or config.engines_file or config.scaler):
+            raise ValueError("engines: got none, expected at least one URL, or engines_file, emulate or scaler")
         self.config = config
         loaded = _load_policies(config, policy)
         self._shadow = loaded.shadow
@@ -99,8 +103,11 @@ class Dispatcher:
         self._keys = [key.encode() for key in config.api_keys]
         self._engine_key = config.engine_api_key.encode()
 
-        for url in config.engines:
+        for url in config.fixed_engines:
             self._add(url)
+        self.scaler: Scaler | None = None
+        if config.scaler:
+            self.scaler = Scaler(self, actuator or make_actuator(config))
 
     @property
     def tracks(self) -> bool:
@@ -118,6 +125,7 @@ class Dispatcher:
 
         Raises:
             OSError: the address cannot be bound, or a certificate not be read, or the decision log not be written.
+            ValueError: the scaler's settings do not fit what is there.
         """
         config = self.config
         if config.decision_log or self._shadow is not None:
@@ -129,21 +137,28 @@ class Dispatcher:
         limits = Limits(body_bytes=config.max_body_bytes, connections=config.max_connections)
         self._server = await serve(self.handle, config.host, config.port, limits=limits, tls=tls)
         for engine in self.fleet.engines:
-            self._run(telemetry.watch(self, engine))
+            self._watch(engine)
         if config.engines_file:
             self.read_engines_file()
             self._run(self._every(_FILE_S, self.read_engines_file))
         self._run(self._every(config.hold_interval_s, self._tick))
         if config.migration:
             self._run(self._every(config.rebalance_interval_s, self.rebalance))
+        if self.scaler is not None:
+            await self.scaler.open()
+            self._run(self.scaler.run())
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Take no new requests, let those on their way end for `grace_s`, then cut the rest."""
+        if self.scaler is not None:
+            self.scaler.pause()
         if self._server is not None:
             await self._server.close(grace_s)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.scaler is not None:
+            await self.scaler.close()
         for engine in self.fleet.engines:
             engine.client.close()
         if self.log is not None:
@@ -190,10 +205,11 @@ class Dispatcher:
             while sum(engine.state == EngineState.READY for engine in self.fleet.engines) < engines:
                 await asyncio.sleep(0.02)
 
-    def _run(self, coroutine: object) -> None:
+    def _run(self, coroutine: object) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -211,6 +227,9 @@ class Dispatcher:
         engine = self.fleet.add(url)
         self.at += [{} for _ in range(len(self.fleet.engines) - len(self.at))]
         return engine
+
+    def _watch(self, engine: Engine) -> None:
+        engine.watcher = self._run(telemetry.watch(self, engine))
 
     def read_engines_file(self) -> None:
         """Bring the fleet in line with the file. One that cannot be read changes nothing."""
@@ -231,7 +250,7 @@ class Dispatcher:
         there = {engine.url: engine for engine in self.fleet.engines if engine.state != EngineState.ABSENT}
         for url in urls:
             if url not in there:
-                self._run(telemetry.watch(self, self._add(url)))
+                self._watch(self._add(url))
             elif there[url].leaving:
                 there[url].leaving = False
                 if there[url].state == EngineState.DRAINING:
@@ -249,6 +268,8 @@ class Dispatcher:
         self.fleet.set_state(engine, EngineState.ABSENT)
         self.fleet.forget_poll(engine)
         engine.client.close()
+        if engine.watcher is not None:
+            engine.watcher.cancel()  # its slot may be another's from now on
 
     # clients
 
@@ -406,6 +427,14 @@ class Dispatcher:
         for relay in list(self.at[engine.slot].values()):
             relay.engine_broke(reason)
 
+    def send_elsewhere(self, engine: Engine) -> None:
+        """The requests of an engine go on at others by recompute, as far as they can and one takes them."""
+        for relay in list(self.at[engine.slot].values()):
+            now_s = time.monotonic()
+            takers = any(other.may_take(now_s) for other in self.fleet.engines if other is not engine)
+            if takers and relay.can_go_elsewhere and relay.fail_over():
+                self.counts["requests_sent_elsewhere"] += 1
+
     # placing what waits
 
     def go_on_elsewhere(self, relay: Relay, failed: int) -> None:
@@ -494,11 +523,12 @@ class Dispatcher:
             self._mark_migrating()
 
     def _mark_migrating(self) -> None:
-        busy = self._in_migration()
+        busy = self.in_migration()
         for engine in self.fleet.engines:
             self.fleet.set_migrating(engine.slot, engine.slot in busy)
 
-    def _in_migration(self) -> set[int]:
+    def in_migration(self) -> set[int]:
+        """Slots of sources and destinations."""
         return {engine.slot for m in self.migrations for engine in (m.source, m.destination)}
 
     def _may_leave(self, engine: Engine) -> bool:
@@ -506,7 +536,7 @@ class Dispatcher:
             engine.serves
             and engine.capabilities is not None
             and engine.capabilities.kv_transfer
-            and engine.slot not in self._in_migration()
+            and engine.slot not in self.in_migration()
             and self._leaving(engine) is not None
         )
 
@@ -514,7 +544,7 @@ class Dispatcher:
         return (
             engine.capabilities is not None
             and engine.capabilities.kv_transfer
-            and engine.slot not in self._in_migration()
+            and engine.slot not in self.in_migration()
         )
 
     def _leaving(self, engine: Engine) -> Relay | None:
@@ -541,6 +571,8 @@ def _load_policies(config: ServeConfig, policy: Policy | None) -> _Policies:
         require_compiled("fallback", load_policy(config.fallback)),
         Shadow(load_policy(config.shadow), config.seed) if config.shadow else None,
     )
+    if config.scaler and KIND_SCALE not in kinds_of(loaded.policy):
+        raise ValueError(f"policy = {loaded.policy.name!r}: expected one that scales, as scaler is set")
     for asked in (loaded.policy, loaded.fallback):
         if isinstance(asked, CompiledPolicy):
             asked.decide(empty_view(1, 1))  # compile now, not at the first request

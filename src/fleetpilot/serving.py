@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   fleetpilot serve --emulate 4
   fleetpilot serve --engines http://127.0.0.1:8001 http://127.0.0.1:8002 --policy llumnix
   fleetpilot serve --engines http://127.0.0.1:8001 http://127.0.0.1:8002 --check
+  fleetpilot serve --scaler process --max-instances 4 --scale-command "vllm serve MODEL --port {port}"
   FLEETPILOT_SERVE_API_KEYS=secret fleetpilot serve --config fleet.toml
 """
 
@@ -159,7 +160,9 @@ async def _serve(config: Any, load: Callable[[], Any]) -> None:
         loop.add_signal_handler(signal.SIGHUP, reload)
     await dispatcher.start()
     scheme = "https" if config.tls_cert else "http"
-    engines = f"{len(config.engines)} engines" if config.engines else f"the engines of {config.engines_file}"
+    engines = f"the engines of {config.engines_file}" if config.engines_file else f"{len(config.engines)} engines"
+    if config.scaler:
+        engines = f"{config.min_instances} to {config.max_instances} engines"
     url = f"{scheme}://{config.host}:{dispatcher.port}"
     print(f"serving {engines} with {config.policy} at {url}/v1, live page at {url}/dashboard", flush=True)
     try:

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -117,10 +118,10 @@ class Engine:
         self.starts += 1
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command(),
+                self._command(str(self.port)),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | self._environment(),
+                env=os.environ | self._environment(str(self._nixl_port)),
                 cwd=self.log.parent,  # `python -m` would import the folders of the checkout before installed packages
                 start_new_session=True,  # a process group that `kill` can end as a whole
             )
@@ -214,7 +215,12 @@ class Engine:
         with urllib.request.urlopen(request, timeout=30.0) as response:
             response.read()
 
-    def _command(self) -> list[str]:
+    def template(self) -> str:
+        """How ``fleetpilot serve --scaler process`` starts another one like it, on the same core."""
+        environment = [f"{name}={value}" for name, value in self._environment("{side_port}").items()]
+        return shlex.join(["env", "-C", str(self.log.parent), *environment, *self._command("{port}")])
+
+    def _command(self, port: str) -> list[str]:
         # A load that fails must be seen: with "recompute" the engine would compute the whole context in silence.
         transfer = {
             "kv_connector": "NixlConnector",
@@ -226,7 +232,7 @@ class Engine:
             "--model": str(self.model),
             "--served-model-name": MODEL_NAME,
             "--host": "127.0.0.1",
-            "--port": str(self.port),
+            "--port": port,
             "--dtype": "float32",
             "--max-num-seqs": str(self.max_num_seqs),
             "--block-size": str(BLOCK_TOKENS),
@@ -240,13 +246,13 @@ class Engine:
         module = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
         return [*module, *(word for option in options.items() for word in option), *switches, *self.flags]
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, nixl_port: str) -> dict[str, str]:
         return {
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": str(self.core),
             "OMP_NUM_THREADS": "1",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._nixl_port),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": nixl_port,
             "UCX_TLS": "tcp,self,sm",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
