@@ -14,9 +14,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 ENVIRONMENT = "FLEETPILOT_SERVE_"
 """Prefix of the environment variables: ``FLEETPILOT_SERVE_PORT=8000``."""
 
+_NEEDED = {
+    "scale_command": "process",
+    "kubernetes_workload": "kubernetes",
+    "kubernetes_service": "kubernetes",
+}
+"""Settings that a scaler cannot be without, and nothing else has a use for."""
+SCALERS = ("process", "kubernetes")
 RELOADED = ("policy", "fallback", "shadow", "dry_run", "explore")
 """Settings that a running dispatcher takes up anew."""
-SCALERS = ("process",)
 _SECRETS = ("api_keys", "engine_api_key")
 
 
@@ -63,9 +69,14 @@ class ServeConfig:
         max_body_bytes: of a client's request.
         max_connections: of clients.
         seed: of the policies' tie breaks.
-        scaler: what starts and stops engines as the policy says: ``process``; empty: nothing does.
+        scaler: what starts and stops engines as the policy says: ``process`` or ``kubernetes``; empty: nothing does.
         scale_command: with ``process``, how an engine is started on this host: a command with ``{port}`` in it, where
             the engine listens on 127.0.0.1; ``{side_port}`` is another free port, ``{index}`` a number from 0 on.
+        kubernetes_workload: with ``kubernetes``, what the engines are replicas of: ``deployment/NAME`` or
+            ``statefulset/NAME``.
+        kubernetes_service: with ``kubernetes``, the service that selects them.
+        kubernetes_namespace: of both; empty: that of this pod, or ``default``.
+        kubernetes_api: URL of the API server, as of ``kubectl proxy``; empty: that of the cluster this pod is in.
         min_instances: the fleet is kept at so many, those of `engines` included; no more are drained.
         max_instances: never more, starting and draining ones and those of `engines` included; needed with a scaler.
         scale_interval_s: between two questions what to start or drain.
@@ -117,6 +128,10 @@ class ServeConfig:
     seed: int = 0
     scaler: str = ""
     scale_command: str = ""
+    kubernetes_workload: str = ""
+    kubernetes_service: str = ""
+    kubernetes_namespace: str = ""
+    kubernetes_api: str = ""
     min_instances: int = 1
     max_instances: int = 0
     scale_interval_s: float = 10.0
@@ -180,8 +195,11 @@ class ServeConfig:
     def _check_scaler(self) -> None:
         if self.scaler not in ("", *SCALERS):
             raise ValueError(f"scaler = {self.scaler!r}: expected one of {', '.join(SCALERS)}")
-        if bool(self.scale_command) != (self.scaler == "process"):
-            raise ValueError(f"scale_command = {self.scale_command!r}: expected with scaler = 'process' alone")
+        for name, scaler in _NEEDED.items():
+            if bool(getattr(self, name)) != (self.scaler == scaler):
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r}: expected with scaler = {scaler!r}, and there alone"
+                )
         if not self.scaler:
             return
         if self.engines_file:

@@ -189,12 +189,13 @@ class HttpClient:
     Args:
         url: ``http://host:port`` or ``https://...``; a path in front of all targets may follow.
         connect_timeout_s: for a connection to be made.
+        tls: for ``https``, instead of the system's certificates.
 
     Raises:
         ValueError: the URL is none of these.
     """
 
-    def __init__(self, url: str, connect_timeout_s: float = 2.0):
+    def __init__(self, url: str, connect_timeout_s: float = 2.0, tls: ssl.SSLContext | None = None):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"engine URL {url!r}: expected http://HOST:PORT or https://HOST:PORT")
@@ -205,7 +206,7 @@ class HttpClient:
         self.origin = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._prefix = parts.path.rstrip("/").encode()
         self._host = parts.hostname
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         self._port = port or (443 if self._tls else 80)
         self._host_header = parts.netloc.encode()
         self._connect_timeout_s = connect_timeout_s
@@ -242,11 +243,13 @@ class HttpClient:
     ) -> Answer:
         """Send a request and wait for the whole answer. Cancelled, or too late, it is aborted at the server.
 
+        A body is JSON unless a header says otherwise.
+
         Raises:
             CallError: no whole answer came.
             TimeoutError: none came in time.
         """
-        if body:
+        if body and not any(name == b"content-type" for name, _ in headers):
             headers = [(b"content-type", b"application/json"), *headers]
         collector = _Collector()
         call = self.call(method, target, headers, body, collector)

@@ -66,7 +66,17 @@ class Actuator(Protocol):
 
 
 def make_actuator(config: ServeConfig) -> Actuator:
-    """The actuator that `config.scaler` names."""
+    """The actuator that `config.scaler` names.
+
+    Raises:
+        ValueError: its settings are malformed.
+    """
+    if config.scaler == "kubernetes":
+        from fleetpilot.dispatcher.scaling.kubernetes import KubernetesActuator
+
+        return KubernetesActuator(
+            config.kubernetes_workload, config.kubernetes_service, config.kubernetes_namespace, config.kubernetes_api
+        )
     from fleetpilot.dispatcher.scaling.process import ProcessActuator
 
     return ProcessActuator(config.scale_command, config.stop_grace_s)

@@ -560,9 +560,12 @@ def test_places_in_a_command_are_filled_and_json_is_left_alone(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"scaler": "docker", "max_instances": 2}, "scaler = 'docker': expected one of process"),
+        ({"scaler": "docker", "max_instances": 2}, "scaler = 'docker': expected one of process, kubernetes"),
         ({"scaler": "process", "max_instances": 2}, "scale_command = '': expected with scaler = 'process'"),
-        ({"scale_command": "x {port}"}, "scale_command = 'x {port}': expected with scaler = 'process' alone"),
+        (
+            {"scale_command": "x {port}"},
+            "scale_command = 'x {port}': expected with scaler = 'process', and there alone",
+        ),
         ({"scaler": "process", "scale_command": "x {port}"}, "max_instances = 0: expected at least min_instances, 1"),
         (
             {"scaler": "process", "scale_command": "x {port}", "max_instances": 1, "engines": ("http://a", "http://b")},
