@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.baselines import load_policy
+from fleetpilot.agents import load_policy
 from fleetpilot.cluster import FleetConfig, Rebalancing, RunLog, simulate
 from fleetpilot.cluster.state import FINISHED
 from fleetpilot.evaluation import metrics

@@ -3,8 +3,7 @@
 ``learned.toml`` fixes the cells - workloads at loads relative to the fleet's capacity - and their windows. On the
 validation windows all baselines run. The one that meets most targets in a cell is the learned policy's opponent there;
 the one that misses least over all cells is its opponent everywhere, for a fleet runs one policy. Both are met on the
-test windows. Where there are bounds - policies that know what no dispatcher does - the report begins with how far the
-best baseline is from them: where it is not, nothing can win.
+test windows. The report begins with how far the best baseline is from rules that know what no dispatcher does.
 """
 
 from __future__ import annotations
@@ -232,15 +231,12 @@ def _room(found: Sequence[Cell]) -> Table:
     rows = []
     for cell in found:
         misses = cell.validation[cell.opponent]
-        least = min((cell.validation[bound] for bound in known), default=None)
-        room = None if least is None else misses - least
+        room = misses - min(cell.validation[bound] for bound in known)
         rows.append([cell.name, cell.opponent, *map(number, (misses, *(cell.validation[of] for of in known), room))])
     note = (
-        "Requests that missed a target, in %, on the validation windows. Room: what the best baseline misses and a "
-        "policy that knows every answer's length would not; where there is none, nothing can win."
-        if known
-        else "Requests that missed a target, in %, on the validation windows. No bounds to compare with: what the best "
-        "baseline misses is the most that could be won, and in overload much of it cannot be."
+        "Requests that missed a target, in %, on the validation windows. Room: what the best baseline misses less what "
+        "the best of the rules misses that know every answer's length. These are rules too, so a baseline can be "
+        "better (room below 0); what the best baseline misses is in any case the most that can be won."
     )
     header = ["cell", "best baseline", "misses %", *known, "room"]
     return Table("Room", header, [[Text(text) for text in row] for row in rows], note)
