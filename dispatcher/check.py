@@ -9,6 +9,7 @@ from fleetpilot.agents import load_policy
 from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.engine import Capabilities, Engine, ask_capabilities
 from fleetpilot.dispatcher.http.client import CallError
+from fleetpilot.dispatcher.scaling.sleep import CannotSleep, expect_sleep_mode, is_asleep
 from fleetpilot.dispatcher.service import Dispatcher
 from fleetpilot.fleet.policy import kinds_of
 from fleetpilot.fleet.view import KIND_SOURCE
@@ -35,19 +36,37 @@ async def check(config: ServeConfig, timeout_s: float = 60.0) -> list[Finding]:
     Raises:
         ValueError: the configuration itself cannot be.
     """
-    dispatcher = Dispatcher(config)
-    headers = dispatcher.engine_headers([])
-    asked = await asyncio.gather(*(_ask(engine, headers, timeout_s) for engine in dispatcher.fleet.engines))
-    findings = [
-        finding
-        for engine, answer in zip(dispatcher.fleet.engines, asked, strict=True)
-        for finding in _judge(engine, answer)
-    ]
+    headers = Dispatcher(config).engine_headers([])
+    engines = [Engine(slot, url) for slot, url in enumerate(config.engines)]
+    findings, awake = await _ask_who_sleeps(engines, headers) if config.scaler == "sleep" else ([], engines)
+    asked = await asyncio.gather(*(_ask(engine, headers, timeout_s) for engine in awake))
+    findings += [finding for engine, answer in zip(awake, asked, strict=True) for finding in _judge(engine, answer)]
     capabilities = [answer for answer in asked if isinstance(answer, Capabilities)]
     findings += _judge_fleet(config, capabilities)
-    for engine in dispatcher.fleet.engines:
+    for engine in engines:
         engine.client.close()
     return findings
+
+
+async def _ask_who_sleeps(
+    engines: list[Engine], headers: list[tuple[bytes, bytes]]
+) -> tuple[list[Finding], list[Engine]]:
+    """What there is to say of engines as ones that sleep, and those that can be asked more."""
+    findings, awake = [], []
+    for engine in engines:
+        try:
+            await expect_sleep_mode(engine.client, headers)
+            asleep = await is_asleep(engine.client, headers)
+        except CannotSleep as error:
+            findings.append(Finding(engine.url, False, f"cannot be put to sleep: {error}"))
+        except (CallError, TimeoutError):
+            pass  # so it will be said
+        else:
+            if asleep:
+                findings.append(Finding(engine.url, True, "sleeps: what else it can do is not known"))
+                continue
+        awake.append(engine)
+    return findings, awake
 
 
 async def _ask(engine: Engine, headers: list[tuple[bytes, bytes]], timeout_s: float) -> Capabilities | str:

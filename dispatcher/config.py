@@ -20,7 +20,7 @@ _NEEDED = {
     "kubernetes_service": "kubernetes",
 }
 """Settings that a scaler cannot be without, and nothing else has a use for."""
-SCALERS = ("process", "kubernetes")
+SCALERS = ("process", "kubernetes", "sleep")
 RELOADED = ("policy", "fallback", "shadow", "dry_run", "explore")
 """Settings that a running dispatcher takes up anew."""
 _SECRETS = ("api_keys", "engine_api_key")
@@ -69,7 +69,8 @@ class ServeConfig:
         max_body_bytes: of a client's request.
         max_connections: of clients.
         seed: of the policies' tie breaks.
-        scaler: what starts and stops engines as the policy says: ``process`` or ``kubernetes``; empty: nothing does.
+        scaler: what starts and stops engines as the policy says: ``process``, ``kubernetes`` or ``sleep``, which puts
+            `engines` to sleep and wakes them up; empty: nothing does.
         scale_command: with ``process``, how an engine is started on this host: a command with ``{port}`` in it, where
             the engine listens on 127.0.0.1; ``{side_port}`` is another free port, ``{index}`` a number from 0 on.
         kubernetes_workload: with ``kubernetes``, what the engines are replicas of: ``deployment/NAME`` or
@@ -204,6 +205,11 @@ class ServeConfig:
             return
         if self.engines_file:
             raise ValueError(f"engines_file = {self.engines_file!r}: expected none, as scaler is set")
+        if self.scaler == "sleep" and not self.min_instances <= self.max_instances <= len(self.engines):
+            raise ValueError(
+                f"max_instances = {self.max_instances!r}: expected from min_instances, {self.min_instances}, to the "
+                f"number of engines, {len(self.engines)}, with scaler = 'sleep'"
+            )
         if not max(self.min_instances, len(self.fixed_engines), 1) <= self.max_instances:
             raise ValueError(
                 f"max_instances = {self.max_instances!r}: expected at least min_instances, {self.min_instances}, and "
@@ -213,7 +219,7 @@ class ServeConfig:
     @property
     def fixed_engines(self) -> tuple[str, ...]:
         """URLs of engines that nothing starts or stops."""
-        return self.engines
+        return () if self.scaler == "sleep" else self.engines
 
     def reloaded(self, other: ServeConfig) -> tuple[ServeConfig, list[str]]:
         """These settings with what a running dispatcher takes over from others, and the names of what it cannot."""

@@ -560,7 +560,7 @@ def test_places_in_a_command_are_filled_and_json_is_left_alone(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"scaler": "docker", "max_instances": 2}, "scaler = 'docker': expected one of process, kubernetes"),
+        ({"scaler": "docker", "max_instances": 2}, "scaler = 'docker': expected one of process, kubernetes, sleep"),
         ({"scaler": "process", "max_instances": 2}, "scale_command = '': expected with scaler = 'process'"),
         (
             {"scale_command": "x {port}"},

@@ -26,6 +26,7 @@ from driver import (
 from engines import START_LIMIT_S, Engine
 
 from fleetpilot.dispatcher.engine import EngineState
+from fleetpilot.dispatcher.scaling.sleep import CannotSleep, SleepActuator
 from fleetpilot.fleet.view import (
     KIND_DESTINATION,
     KIND_DISPATCH,
@@ -68,6 +69,14 @@ class Told:
             wanted = STATE_DRAINING if kind == KIND_SOURCE else self.scale
             slots = candidates["slot"][candidates["state"] == wanted] if wanted is not None else ()
         return Decision(np.array([slots[0] if len(slots) else NONE]))
+
+
+def test_engines_without_a_sleep_mode_are_refused_though_their_routes_answer(engines: tuple[Engine, Engine]) -> None:
+    async def test() -> None:
+        with pytest.raises(CannotSleep, match="it has no sleep mode"):
+            await SleepActuator([engine.url for engine in engines]).open(lambda: None)
+
+    run(test)
 
 
 def test_an_engine_is_started_under_load_and_drained_by_migration(engines: tuple[Engine, Engine]) -> None:
