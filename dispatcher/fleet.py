@@ -174,18 +174,7 @@ class Fleet:
     ) -> int:
         """Where a request goes; `NONE` to hold it, or where no engine can take it; `REJECT` to turn it away."""
         now_s = time.monotonic()
-        matched_tokens = self.index.match(facts.prompt_blocks, facts.tokens_per_block)
-        self._instances["matched_tokens"] = matched_tokens
-        request = self.view.request[0]
-        request["prompt_tokens"] = facts.prompt_tokens
-        request["streamed_tokens"] = 0
-        request["predicted_output_tokens"] = facts.predicted_output_tokens
-        request["priority"] = facts.priority
-        request["ttft_target_s"] = self.slo.ttft_target_s(facts.prompt_tokens)
-        request["tpot_target_s"] = self.slo.tpot_s
-        request["waited_s"] = now_s - facts.arrived_s
-        request["session"] = facts.session
-        request["turn"] = facts.turn
+        self._see_request(facts, 0, now_s)
         return self._ask(
             KIND_DISPATCH,
             may_hold,
@@ -197,23 +186,50 @@ class Fleet:
 
     def choose_source(self, may_leave: Callable[[Engine], bool]) -> int:
         """The instance that a request leaves, or `NONE`."""
+        self._see_no_request()
         return self._ask(KIND_SOURCE, True, time.monotonic(), may_leave)
 
-    def choose_destination(self, source: int, may_take: Callable[[Engine], bool], request: str) -> int:
+    def choose_destination(
+        self, source: int, may_take: Callable[[Engine], bool], facts: RequestFacts, streamed_tokens: int
+    ) -> int:
         """The instance that takes this request, or `NONE`."""
         now_s = time.monotonic()
+        self._see_request(facts, streamed_tokens, now_s)
         return self._ask(
             KIND_DESTINATION,
             True,
             now_s,
             lambda engine: engine.slot != source and engine.may_take(now_s) and may_take(engine),
-            request,
+            facts.request_id,
             origin=source,
         )
 
     def choose_scale(self, may_change: Callable[[Engine], bool]) -> int:
         """The instance to start, to drain or to keep, or `NONE`."""
+        self._see_no_request()
         return self._ask(KIND_SCALE, True, time.monotonic(), may_change)
+
+    def _see_request(self, facts: RequestFacts, streamed_tokens: int, now_s: float) -> None:
+        """The decision is about a request."""
+        self._instances["matched_tokens"] = self.index.match(facts.prompt_blocks, facts.tokens_per_block)
+        request = self.view.request[0]
+        request["prompt_tokens"] = facts.prompt_tokens
+        request["streamed_tokens"] = streamed_tokens
+        request["predicted_output_tokens"] = facts.predicted_output_tokens
+        request["priority"] = facts.priority
+        request["ttft_target_s"] = self.slo.ttft_target_s(facts.prompt_tokens)
+        request["tpot_target_s"] = self.slo.tpot_s
+        request["waited_s"] = now_s - facts.arrived_s
+        request["session"] = facts.session
+        request["turn"] = facts.turn
+
+    def _see_no_request(self) -> None:
+        """The decision is about the fleet: what the simulator shows then."""
+        self._instances["matched_tokens"] = 0.0
+        request = self.view.request
+        request[:] = np.zeros(1, request.dtype)
+        request["ttft_target_s"] = request["tpot_target_s"] = np.inf
+        request["session"] = -1
 
     def _ask(
         self,

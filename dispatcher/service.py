@@ -496,7 +496,7 @@ class Dispatcher:
             relay = self._leaving(engine)
             if relay is None:
                 continue
-            destination = self.fleet.choose_destination(source, self._may_move_to, relay.facts.request_id)
+            destination = self.fleet.choose_destination(source, self._may_move_to, relay.facts, relay.tokens)
             if destination != NONE and self.fleet.host.dry_run:
                 self.counts["migrations not made in a dry run"] += 1
             elif destination != NONE:

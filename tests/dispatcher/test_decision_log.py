@@ -155,6 +155,11 @@ def test_a_migration_is_joined_to_its_decision_and_its_request(tmp_path: Path, c
         assert decision["choice"] == migration["destination"] != migration["source"]
         assert decisions[migration["decision"] - 1]["kind"] == "source"
         assert decisions[migration["decision"] - 1]["choice"] == migration["source"]
+        seen, before = decision["view"]["request"], decisions[migration["decision"] - 1]["view"]["request"]
+        assert seen["prompt_tokens"] == 100  # the request that moves, as in simulation
+        assert 0 < seen["streamed_tokens"] < 150
+        assert before["prompt_tokens"] == 0  # none has been chosen yet
+        assert before["ttft_target_s"] is None
     taken_up = Counter(migration["request"] for migration in completed)
     assert {r: o["migrations"] for r, o in outcomes.items() if o["migrations"]} == dict(taken_up)
     assert all((o["downtime_s"] > 0) == (o["migrations"] > 0) for o in outcomes.values())
