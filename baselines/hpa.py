@@ -16,7 +16,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.fleet.policy import CompiledPolicy
+from fleetpilot.fleet.policy import CompiledPolicy, Range
 from fleetpilot.fleet.view import (
     KIND_DISPATCH,
     KIND_SCALE,
@@ -36,6 +36,7 @@ SCALE_UP_INSTANCES = 4
 SCALE_UP_SHARE = 1.0
 """... or so many times those that there are."""
 DEFAULT_STABILIZATION_S = 300.0
+STABILIZATION_RANGE = Range(15.0, 600.0, log=True, kind=KIND_SCALE)
 
 
 def desired_instances(current: int, metrics: NDArray[np.float64], missing: int, target: float) -> int:

@@ -8,13 +8,13 @@ Notes: As `hpa-queue`.
 from __future__ import annotations
 
 from fleetpilot.baselines import join_shortest_queue
-from fleetpilot.baselines.hpa import DEFAULT_STABILIZATION_S, PodMetricAutoscaler
+from fleetpilot.baselines.hpa import DEFAULT_STABILIZATION_S, STABILIZATION_RANGE, PodMetricAutoscaler
 from fleetpilot.fleet.policy import CompiledPolicy, Range
 from fleetpilot.fleet.view import KIND_SCALE
 
 RANGES = {
     "target": Range(0.2, 0.95, kind=KIND_SCALE),
-    "stabilization_s": Range(15.0, 600.0, log=True, kind=KIND_SCALE),
+    "stabilization_s": STABILIZATION_RANGE,
 }
 
 

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.baselines import join_shortest_queue
-from fleetpilot.baselines.hpa import DEFAULT_STABILIZATION_S, TOLERANCE, HorizontalPodAutoscaler
+from fleetpilot.baselines.hpa import DEFAULT_STABILIZATION_S, STABILIZATION_RANGE, TOLERANCE, HorizontalPodAutoscaler
 from fleetpilot.fleet.policy import CompiledPolicy, Range
 from fleetpilot.fleet.view import KIND_SCALE, NONE, STATE_READY, FleetView
 
 RANGES = {
     "target": Range(0.2, 20.0, log=True, kind=KIND_SCALE),
-    "stabilization_s": Range(15.0, 600.0, log=True, kind=KIND_SCALE),
+    "stabilization_s": STABILIZATION_RANGE,
 }
 PERCENTILE = 99.0
 

@@ -11,13 +11,13 @@ Notes: It remembers its recommendations. Instances that start, or were never pol
 from __future__ import annotations
 
 from fleetpilot.baselines import join_shortest_queue
-from fleetpilot.baselines.hpa import DEFAULT_STABILIZATION_S, PodMetricAutoscaler
+from fleetpilot.baselines.hpa import DEFAULT_STABILIZATION_S, STABILIZATION_RANGE, PodMetricAutoscaler
 from fleetpilot.fleet.policy import CompiledPolicy, Range
 from fleetpilot.fleet.view import KIND_SCALE
 
 RANGES = {
     "target": Range(0.5, 50.0, log=True, kind=KIND_SCALE),
-    "stabilization_s": Range(15.0, 600.0, log=True, kind=KIND_SCALE),
+    "stabilization_s": STABILIZATION_RANGE,
 }
 
 

@@ -217,6 +217,11 @@ class ServeConfig:
             )
 
     @property
+    def engine_key_headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        """What an engine that wants a key is shown."""
+        return ((b"authorization", b"Bearer " + self.engine_api_key.encode()),) if self.engine_api_key else ()
+
+    @property
     def fixed_engines(self) -> tuple[str, ...]:
         """URLs of engines that nothing starts or stops."""
         return () if self.scaler == "sleep" else self.engines

@@ -25,6 +25,8 @@ from fleetpilot.fleet.view import (
 )
 from fleetpilot.fleet.vllm_metrics import VllmMetrics, apply_poll
 
+_NO_REQUEST = empty_view(1, 1).request
+
 
 @dataclass
 class RequestFacts:
@@ -226,10 +228,7 @@ class Fleet:
     def _see_no_request(self) -> None:
         """The decision is about the fleet: what the simulator shows then."""
         self._instances["matched_tokens"] = 0.0
-        request = self.view.request
-        request[:] = np.zeros(1, request.dtype)
-        request["ttft_target_s"] = request["tpot_target_s"] = np.inf
-        request["session"] = -1
+        self.view.request[:] = _NO_REQUEST
 
     def _ask(
         self,

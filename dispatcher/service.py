@@ -101,7 +101,7 @@ class Dispatcher:
         self.log: DecisionLog | None = None
         self._mean_output_tokens = 256.0
         self._keys = [key.encode() for key in config.api_keys]
-        self._engine_key = config.engine_api_key.encode()
+        self._engine_key_headers = config.engine_key_headers
 
         for url in config.fixed_engines:
             self._add(url)
@@ -293,11 +293,9 @@ class Dispatcher:
 
     def engine_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
         """A request's headers, with the engines' key in place of the client's."""
-        if self._engine_key or self._keys:
+        if self._engine_key_headers or self._keys:
             headers = [(name, value) for name, value in headers if name != b"authorization"]
-        if self._engine_key:
-            headers = [*headers, (b"authorization", b"Bearer " + self._engine_key)]
-        return list(headers)
+        return [*headers, *self._engine_key_headers]
 
     def _serve_models(self, exchange: Exchange) -> None:
         models: dict[str, dict[str, object]] = {}

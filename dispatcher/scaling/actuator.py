@@ -65,11 +65,6 @@ class Actuator(Protocol):
         """Watch no more, and end what would not outlive the dispatcher. May be called again."""
 
 
-def engine_key_headers(config: ServeConfig) -> list[tuple[bytes, bytes]]:
-    """What an engine that wants a key is shown."""
-    return [(b"authorization", b"Bearer " + config.engine_api_key.encode())] if config.engine_api_key else []
-
-
 def make_actuator(config: ServeConfig) -> Actuator:
     """The actuator that `config.scaler` names.
 
@@ -85,7 +80,7 @@ def make_actuator(config: ServeConfig) -> Actuator:
     if config.scaler == "sleep":
         from fleetpilot.dispatcher.scaling.sleep import SleepActuator
 
-        return SleepActuator(config.engines, engine_key_headers(config))
+        return SleepActuator(config.engines, config.engine_key_headers)
     from fleetpilot.dispatcher.scaling.process import ProcessActuator
 
     return ProcessActuator(config.scale_command, config.stop_grace_s)

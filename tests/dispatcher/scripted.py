@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -29,6 +29,16 @@ vllm:kv_cache_usage_perc{{engine="0",model_name="tiny"}} {usage}
 vllm:num_preemptions_total{{engine="0",model_name="tiny"}} 0.0
 vllm:cache_config_info{{block_size="32",engine="0",num_gpu_blocks="257"}} 1.0
 """
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """Run a test to its end, within some minutes."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(3 * WAIT_S):
+            await test()
+
+    asyncio.run(bounded())
 
 
 def next_token(token_ids: list[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from emulated import FAST, eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scripted import WAIT_S, a_fleet, ask, until
+from scripted import WAIT_S, a_fleet, ask, run, until
 
 from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.decision_log import FILES, DecisionLog, log_files, read_log
@@ -36,14 +36,6 @@ from fleetpilot.fleet.view import (
     FleetView,
     empty_view,
 )
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(3 * WAIT_S):
-            await test()
-
-    asyncio.run(bounded())
 
 
 def records(path: Path, kind: str) -> list[dict[str, Any]]:

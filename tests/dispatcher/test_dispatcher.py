@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
-from scripted import WAIT_S, ScriptedEngine, a_fleet, ask, expected_text, text_of, until
+from scripted import WAIT_S, ScriptedEngine, a_fleet, ask, expected_text, run, text_of, until
 
 from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.engine import EngineState
@@ -22,14 +21,6 @@ from fleetpilot.fleet.view import KIND_DISPATCH, KIND_SOURCE, NONE, REJECT, STAT
 PROMPT = [1, 2, 3, 4]
 LEDGER = ("in_flight", "urgent", "unstarted", "unstarted_prompt_tokens", "started_prompt_tokens", "streamed_tokens",
           "predicted_output_tokens", "unstarted_prompt_blocks", "head_prompt_blocks")  # fmt: skip
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(3 * WAIT_S):
-            await test()
-
-    asyncio.run(bounded())
 
 
 def is_empty(dispatcher: Dispatcher) -> bool:

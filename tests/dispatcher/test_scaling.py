@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from scripted import WAIT_S, ScriptedEngine, ask, expected_text, text_of, until
-from told import PROMPT, TOKENS, Told, become, on, run, states
+from scripted import WAIT_S, ScriptedEngine, ask, expected_text, run, text_of, until
+from told import PROMPT, QUICK, TOKENS, Told, become, on, states
 
 from fleetpilot.agents import load_policy
 from fleetpilot.dispatcher.config import ServeConfig, load_config
@@ -109,20 +109,15 @@ Scaled = tuple[Dispatcher, HttpClient, Any]
 @asynccontextmanager
 async def scaled(policy: Any, actuator: Any, ready: int | None = None, **config: Any) -> AsyncIterator[Scaled]:
     """A dispatcher with this actuator that asks quickly and knows no cooldown, its least instances ready."""
-    settings: dict[str, Any] = {
-        "port": 0,
-        "profile": "tiny-cpu",
-        "poll_interval_s": 0.02,
-        "rebalance_interval_s": 0.05,
-        "decision_deadline_s": 30.0,
-        "scaler": "process",
-        "scale_command": "unused {port}",
-        "max_instances": 3,
-        "scale_interval_s": 0.02,
-        "scale_out_cooldown_s": 0.0,
-        "scale_in_cooldown_s": 0.0,
-        "scale_in_load": 1.0,
-    } | config
+    settings: dict[str, Any] = (
+        QUICK
+        | {
+            "scaler": "process",
+            "scale_command": "unused {port}",
+            "max_instances": 3,
+        }
+        | config
+    )
     dispatcher = Dispatcher(ServeConfig(**settings), policy, actuator)
     await dispatcher.start()
     try:

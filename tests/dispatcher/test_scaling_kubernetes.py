@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from cluster_api import COST, ClusterApi
-from scripted import WAIT_S, ask, expected_text, text_of, until
-from told import PROMPT, TOKENS, Told, become, on, run, states
+from scripted import WAIT_S, ask, expected_text, run, text_of, until
+from told import PROMPT, QUICK, TOKENS, Told, become, on, states
 
 from fleetpilot.dispatcher.config import ServeConfig, load_config
 from fleetpilot.dispatcher.http.client import HttpClient
@@ -39,21 +39,16 @@ async def a_cluster(
     """A cluster of one workload, and a dispatcher that scales it, all pods that are to be ready."""
     api = api or ClusterApi()
     await api.start()
-    settings: dict[str, Any] = {
-        "port": 0,
-        "profile": "tiny-cpu",
-        "poll_interval_s": 0.02,
-        "rebalance_interval_s": 0.05,
-        "decision_deadline_s": 30.0,
-        "scaler": "kubernetes",
-        "kubernetes_workload": "deployment/vllm",
-        "kubernetes_service": "vllm",
-        "max_instances": 3,
-        "scale_interval_s": 0.02,
-        "scale_out_cooldown_s": 0.0,
-        "scale_in_cooldown_s": 0.0,
-        "scale_in_load": 1.0,
-    } | config
+    settings: dict[str, Any] = (
+        QUICK
+        | {
+            "scaler": "kubernetes",
+            "kubernetes_workload": "deployment/vllm",
+            "kubernetes_service": "vllm",
+            "max_instances": 3,
+        }
+        | config
+    )
     dispatcher = Dispatcher(ServeConfig(**settings), policy, actuator_of(api, **actuator or {}))
     await dispatcher.start()
     try:

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 import pytest
-from scripted import WAIT_S, ScriptedEngine, ask, expected_text, text_of, until
-from told import PROMPT, TOKENS, Told, become, on, run, states
+from scripted import WAIT_S, ScriptedEngine, ask, expected_text, run, text_of, until
+from told import PROMPT, QUICK, TOKENS, Told, become, on, states
 
 from fleetpilot.dispatcher.check import check
 from fleetpilot.dispatcher.config import ServeConfig, load_config
@@ -76,20 +76,15 @@ async def sleepy(
     for engine in engines:
         await engine.start()
     urls = tuple(engine.url for engine in engines)
-    settings: dict[str, Any] = {
-        "engines": urls,
-        "port": 0,
-        "profile": "tiny-cpu",
-        "poll_interval_s": 0.02,
-        "rebalance_interval_s": 0.05,
-        "decision_deadline_s": 30.0,
-        "scaler": "sleep",
-        "max_instances": len(engines),
-        "scale_interval_s": 0.02,
-        "scale_out_cooldown_s": 0.0,
-        "scale_in_cooldown_s": 0.0,
-        "scale_in_load": 1.0,
-    } | config
+    settings: dict[str, Any] = (
+        QUICK
+        | {
+            "engines": urls,
+            "scaler": "sleep",
+            "max_instances": len(engines),
+        }
+        | config
+    )
     dispatcher = Dispatcher(ServeConfig(**settings), policy, SleepActuator(urls, ask_s=0.1))
     try:
         await dispatcher.start()

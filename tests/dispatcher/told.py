@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
-from scripted import WAIT_S, until
+from scripted import until
 
 from fleetpilot.dispatcher.service import Dispatcher
 from fleetpilot.fleet.view import (
@@ -22,14 +21,18 @@ from fleetpilot.fleet.view import (
 
 PROMPT = [1, 2, 3, 4]
 TOKENS = 300
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(3 * WAIT_S):
-            await test()
-
-    asyncio.run(bounded())
+QUICK: dict[str, Any] = {
+    "port": 0,
+    "profile": "tiny-cpu",
+    "poll_interval_s": 0.02,
+    "rebalance_interval_s": 0.05,
+    "decision_deadline_s": 30.0,
+    "scale_interval_s": 0.02,
+    "scale_out_cooldown_s": 0.0,
+    "scale_in_cooldown_s": 0.0,
+    "scale_in_load": 1.0,
+}
+"""Settings of a dispatcher that asks often, and knows no cooldown."""
 
 
 class Told:

@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from equality import same
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
@@ -51,14 +52,6 @@ def made(id: str, settings: dict[str, Any], rows: int = 3, **changes: Any) -> Fl
 def legal_actions(envs: FleetVectorEnv, rng: np.random.Generator) -> NDArray[np.int64]:
     masks = envs.action_masks()
     return np.argmax(masks * rng.random(masks.shape), axis=1)
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return set(a) == set(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, tuple | list):
-        return all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a.tobytes() == b.tobytes())
 
 
 # --- conventions ------------------------------------------------------------------------------------------------------

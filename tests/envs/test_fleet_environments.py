@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from equality import same
 from gymnasium.utils import seeding
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
@@ -63,14 +64,6 @@ def legal_actions(envs: FleetVectorEnv, rng: np.random.Generator) -> NDArray[np.
     masks[quiet, :-1] = False
     masks[(kinds == KIND_DESTINATION) & masks[:, :-1].any(axis=1), -1] = False
     return np.argmax(masks * rng.random(masks.shape), axis=1)
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return set(a) == set(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, tuple | list):
-        return all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a.tobytes() == b.tobytes())
 
 
 # --- conventions ------------------------------------------------------------------------------------------------------
