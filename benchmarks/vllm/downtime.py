@@ -5,15 +5,17 @@ its own: by live migration, or by recompute (the same stop and resumption, witho
 the source's last token to the destination's first, as they come to the dispatcher; the excess is over one step of the
 destination then. The source's other streams are compared with themselves just before: gaps between tokens from the
 first probe until the stop ("copying"), and, as a control, while the source answers an ordinary request with the same
-tokens, all in its cache, by one token ("one request"): engine, HTTP server and dispatcher share a core.
+tokens, all in its cache, by one token ("one request"): engine, HTTP server and dispatcher share a core, unless
+`--server-apart` gives the source's HTTP server and the dispatcher the other core (where the destination computes).
 
-Usage: python benchmarks/vllm/downtime.py [--repetitions N]
+Usage: python benchmarks/vllm/downtime.py [--repetitions N] [--server-apart]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import statistics
 import time
@@ -213,10 +215,14 @@ def report(measured: dict[int, Measured]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=9)
-    repetitions = parser.parse_args().repetitions
+    parser.add_argument("--server-apart", action="store_true", help="the source's core computes and does nothing else")
+    arguments = parser.parse_args()
     print(machine())
     with two_engines() as engines:
-        measured = asyncio.run(bench(engines, repetitions))
+        if arguments.server_apart:
+            engines[0].move_server(engines[1].core)
+            os.sched_setaffinity(0, {engines[1].core})
+        measured = asyncio.run(bench(engines, arguments.repetitions))
     report(measured)
 
 

@@ -156,6 +156,12 @@ class Engine:
                     if (thread / "comm").read_text() == "VLLM::Worker\n" and int(thread.name) != process:
                         os.setpriority(os.PRIO_PROCESS, int(thread.name), 10)
 
+    def move_server(self, core: int) -> None:
+        """Its HTTP server on another core than the one that computes."""
+        assert self._process is not None
+        for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
+
     def _wait_healthy(self) -> None:
         deadline_s = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline_s:
