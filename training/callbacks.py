@@ -23,6 +23,7 @@ from fleetpilot.training.config import TrainConfig
 from fleetpilot.training.latencies import latencies
 from fleetpilot.training.validation import Validated, relative_cost, validate
 
+CURVE = "validation.csv"
 _FRAMES, _DECISIONS_PER_FRAME = 40, 20
 _KINDS_OF_METRIC = ("validation/cost", "validation/best_cost")
 """Metrics of hparams: a fixed set, TensorBoard shows no others than those of a folder's first run."""
@@ -90,6 +91,7 @@ class Validator(BaseCallback):
                 "decisions": self.num_timesteps,
                 "cost": cost,
                 "returns": {name: one.metrics["return"].tolist() for name, one in found.items()},
+                "goodput": {name: one.means()["goodput"] for name, one in found.items()},
             }
         )
         self._record(found, policy, cost)
@@ -138,7 +140,7 @@ class Validator(BaseCallback):
         return frames
 
     def _write(self) -> None:
-        """``evaluations.npz`` with the names that Stable-Baselines3's tools read."""
+        """``evaluations.npz`` with the names that Stable-Baselines3's tools read, and the curve for people."""
         history = self.state["history"]
         results = [np.concatenate([np.array(values) for values in entry["returns"].values()]) for entry in history]
         np.savez(
@@ -147,6 +149,11 @@ class Validator(BaseCallback):
             results=results,
             costs=[entry["cost"] for entry in history],
         )
+        lines = [["decisions", "cost", *self.config.scenarios]]
+        for entry in history:
+            shares = (f"{entry['goodput'][name]:.4f}" for name in self.config.scenarios)
+            lines.append([str(entry["decisions"]), f"{entry['cost']:.4f}", *shares])
+        (self.folder / CURVE).write_text("".join(f"{','.join(line)}\n" for line in lines), "utf-8")
 
 
 class Checkpoints(BaseCallback):

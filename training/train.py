@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from fleetpilot.envs import ENVIRONMENTS
 from fleetpilot.fleet.features import KINDS
 from fleetpilot.fleet.policy import CompiledPolicy, kinds_of
 from fleetpilot.fleet.view import KIND_DECODE, KIND_DISPATCH, KIND_PREFILL
-from fleetpilot.training.callbacks import Checkpoints, Progress, Validator
+from fleetpilot.training.callbacks import CURVE, Checkpoints, Progress, Validator
 from fleetpilot.training.checkpoint import read_checkpoint, restore
 from fleetpilot.training.config import TrainConfig, config_to_toml, load_config
 from fleetpilot.training.environments import TrainingEnvs
@@ -94,7 +95,7 @@ def kinds_of_config(config: TrainConfig) -> tuple[int, ...]:
 
 
 def export_run(folder: Path, out: Path | None = None, mode: str | None = None, fallback: str | None = None) -> Path:
-    """Export the best policy of a run.
+    """Export the best policy of a run, its configuration and its curve.
 
     Raises:
         ValueError: it is no run's folder, or there is no model yet.
@@ -127,6 +128,8 @@ def _export(
             "command": (folder / _short(config.environment) / COMMAND).read_text("utf-8").strip(),
         },
     )
+    shutil.copy(folder / _short(config.environment) / CONFIG, out / "training.toml")
+    shutil.copy(folder / CURVE, out)
     return out
 
 

@@ -150,6 +150,10 @@ def test_the_folder_holds_what_is_needed_to_repeat_use_and_look_at_a_run(whole: 
     policy = load_policy(str(again))
     assert isinstance(policy, LearnedPolicy)
     assert policy.mode == "sample"
+    assert load_config(str(again / "training.toml")) == TINY
+    head, *judged = [line.split(",") for line in (again / "validation.csv").read_text().splitlines()]
+    assert head == ["decisions", "cost", *TINY.scenarios]
+    assert int(judged[-1][0]) == TINY.decisions
     second = run(dataclasses.replace(TINY, decisions=32 * 16, stages=(Stage(share=1.0),)), whole.parents[1])
     assert second.name == "Dispatch-v0_2"
 
