@@ -109,7 +109,7 @@ async def measure(
 ) -> None:
     """Move one request."""
     migration_module._copy_stages = _copy_stages if copied else no_copy  # type: ignore[assignment]
-    relay, clock, task = await start(dispatcher, client, name, 0, prompt, 400)
+    relay, clock, task = await start(dispatcher, client, name, 0, prompt, 1500)
     await until(lambda: relay.tokens >= TOKENS_BEFORE)
     await asyncio.sleep(WINDOW_S)
     if copied:
