@@ -16,9 +16,9 @@ test: .venv/installed-dev
 test-vllm: .venv/installed-dev .venv-vllm/installed
 	$(BIN)/pytest -m vllm tests/vllm
 
-# evaluate --backend ray, with Ray on this machine.
+# evaluate and train --backend ray, with Ray on this machine.
 test-ray: .venv/installed-dev .venv/installed-ray
-	$(BIN)/pytest -m ray tests/evaluation
+	$(BIN)/pytest -m ray tests/evaluation tests/training
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check

@@ -237,6 +237,28 @@ def load_config(name: str) -> TrainConfig:
         raise ValueError(f"{name}: {error}") from None
 
 
+def with_settings(config: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
+    """The configuration with some settings changed.
+
+    Args:
+        config: is left as it is.
+        settings: as they would stand in the file, by their place in it: ``{"ppo.learning_rate": 3e-4}``.
+
+    Raises:
+        ValueError: a setting is not known or its value is wrong; naming it.
+    """
+    table = tomllib.loads(config_to_toml(config))
+    for place, value in settings.items():
+        *tables, key = place.split(".")
+        inner = table
+        for name in tables:
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise ValueError(f"{place} is not known: {name} is no table")
+        inner[key] = value
+    return _config(table)
+
+
 def _config(table: dict[str, Any]) -> TrainConfig:
     parts: dict[str, Any] = dict(table)
     for key, kind in {"ppo": Learning, "validation": Validation, "imitation": Imitation}.items():

@@ -54,7 +54,13 @@ def train(config: TrainConfig, out: Path, *, command: str | None = None, say: Sa
         end, and in ``<environment>/`` ``config.toml`` (resolved) and ``command.txt``; besides ``export/``,
         ``tensorboard/``, ``videos/`` and ``checkpoint.pt.gz``.
     """
-    folder = _new_folder(config, out)
+    return begin(config, _new_folder(config, out), command=command, say=say, tick=tick)
+
+
+def begin(
+    config: TrainConfig, folder: Path, *, command: str | None = None, say: Say = print, tick: Say = print
+) -> Path:
+    """`train` in a folder of one's own choice, which must not exist."""
     inner = folder / _short(config.environment)
     inner.mkdir(parents=True)
     (inner / CONFIG).write_text(config_to_toml(config), "utf-8")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleetpilot.training.config import TrainConfig
 
 MAX_SEED = 2**31 - 1
 
@@ -45,11 +50,13 @@ def _add_train(command: Callable[..., Any], commands: Any) -> None:
         "train",
         _train,
         "train a policy: imitation of a baseline, then reinforcement learning",
-        "Ctrl-C ends a run after its update; --resume goes on as if nothing had happened.\n\n"
+        "Ctrl-C ends a run after its update; --resume goes on as if nothing had happened. Several runs - seeds,\n"
+        "values, scenarios - are made side by side; the same command goes on with those that were not finished.\n\n"
         "examples:\n"
         "  fleetpilot train --config quick\n"
         "  fleetpilot train --config mine.toml --seed 3 -o runs/mine\n"
         "  fleetpilot train --resume runs/train/ppo/Dispatch-v0_1\n"
+        "  fleetpilot train --config dispatch --seeds 0,1,2 --vary ppo.clip=0.1,0.2 --backend ray\n"
         "  tensorboard --logdir runs/train\n",
     )
     which = parser.add_mutually_exclusive_group(required=True)
@@ -60,6 +67,39 @@ def _add_train(command: Callable[..., Any], commands: Any) -> None:
     parser.add_argument(
         "-o", "--out", metavar="FOLDER", type=Path, default=Path("runs/train"), help="of runs (default runs/train)"
     )
+    several = parser.add_argument_group("several runs")
+    several.add_argument("--seeds", metavar="N,N", type=_seeds, default=[], help="one run for each seed")
+    several.add_argument(
+        "--vary",
+        metavar="SETTING=A,B",
+        type=_values,
+        action="append",
+        default=[],
+        help="one for each value of a setting, by its place in the file; again for every combination",
+    )
+    several.add_argument("--each-scenario", action="store_true", help="one for each scenario alone")
+    several.add_argument(
+        "--backend", choices=("local", "ray"), default="local", help="where (ray: on a cluster, with a shared folder)"
+    )
+    several.add_argument("--workers", metavar="N", type=_count, help="runs at a time (default: the cores)")
+
+
+def _seeds(text: str) -> list[int]:
+    return [_seed(part) for part in text.split(",")]
+
+
+def _values(text: str) -> tuple[str, list[Any]]:
+    """``ppo.clip=0.1,0.2``: a setting and values as TOML has them."""
+    name, _, values = text.partition("=")
+    try:
+        found = tomllib.loads(f"values = [{values}]")["values"]
+    except tomllib.TOMLDecodeError:
+        found = []
+    if not name or not found:
+        raise argparse.ArgumentTypeError(
+            f'{text!r}: expected SETTING=A,B with values as in TOML, mode="greedy","sample"'
+        )
+    return name, found
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -68,13 +108,42 @@ def _train(arguments: argparse.Namespace) -> int:
     from fleetpilot.training.train import resume, train
 
     changes = {name: getattr(arguments, name) for name in ("seed", "decisions") if getattr(arguments, name) is not None}
+    several = [name for name in ("seeds", "vary", "each_scenario") if getattr(arguments, name)]
     if arguments.resume is not None:
-        if changes:
-            raise ValueError(f"--{next(iter(changes))}: expected none with --resume, which goes on with what was begun")
+        for name in (*changes, *several):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option}: expected none with --resume, which goes on with what was begun")
         resume(arguments.resume, say=_say, tick=stderr_line)
         return 0
     config = dataclasses.replace(load_config(arguments.config), **changes)
+    if several:
+        return _sweep(arguments, config)
+    if arguments.backend != "local" or arguments.workers is not None:
+        raise ValueError("--backend, --workers: expected with several runs (--seeds, --vary, --each-scenario)")
     train(config, arguments.out, say=_say, tick=stderr_line)
+    return 0
+
+
+def _sweep(arguments: argparse.Namespace, config: TrainConfig) -> int:
+    from fleetpilot.evaluation.tables import plain
+    from fleetpilot.training.sweep import members, sweep, table
+
+    runs = members(
+        config,
+        arguments.out.resolve(),  # workers may stand elsewhere
+        seeds=arguments.seeds,
+        vary=dict(arguments.vary),
+        each_scenario=arguments.each_scenario,
+        command=shlex.join(sys.argv),
+    )
+    trained = sweep(
+        runs,
+        lambda run, made: _say(f"{run.name}: cost {made.cost:.3f} of the baselines', {made.folder}"),
+        backend=arguments.backend,
+        workers=arguments.workers,
+        say=_say,
+    )
+    print(plain(table(runs, trained)), end="")
     return 0
 
 
