@@ -3,7 +3,8 @@
 ``learned.toml`` fixes the cells - workloads at loads relative to the fleet's capacity - and their windows. On the
 validation windows all baselines run. The one that meets most targets in a cell is the learned policy's opponent there;
 the one that misses least over all cells is its opponent everywhere, for a fleet runs one policy. Both are met on the
-test windows. The report begins with how far the best baseline is from rules that know what no dispatcher does.
+test windows. The report begins with how far the best baseline is from rules that know what no dispatcher does. On
+fleets of sizes that no training has seen it meets the opponent that is best at the usual size.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Size(NamedTuple):
         seeds: of tie breaks, on the test windows; one is enough to choose opponents.
         cells: names of workloads; None: all.
         loads: None: all.
+        sizes: of fleets besides the usual one; None: all.
     """
 
     windows: int | None = None
@@ -67,6 +69,7 @@ class Size(NamedTuple):
     seeds: int = 3
     cells: tuple[str, ...] | None = None
     loads: tuple[float, ...] | None = None
+    sizes: tuple[int, ...] | None = None
 
 
 @cache
@@ -102,9 +105,20 @@ def cells(name: str, part: str, size: Size) -> list[Scenario]:
     return [make(name, load, seeds, size.share) for load in loads]
 
 
-def of_environment(name: str, load: float, seeds: Sequence[int], share: float) -> Scenario:
+def other_sizes(name: str, size: Size) -> list[Scenario]:
+    """A scenario's test windows on fleets of other sizes."""
+    of = plan()["sizes"]
+    seeds = range(plan()["windows"][TEST], plan()["windows"][TEST] + (size.windows or plan()["windows"]["count"]))
+    counts = of["instances"] if size.sizes is None else size.sizes
+    return [of_environment(name, of["load"], seeds, size.share * of["share"], count) for count in counts]
+
+
+def of_environment(
+    name: str, load: float, seeds: Sequence[int], share: float, instances: int | None = None
+) -> Scenario:
     """Episodes of an environment, with the hardware of the profile and telemetry that is late by a fixed time."""
     fleet = plan()["fleet"]
+    count = instances or fleet["instances"]
     scenario = load_scenario(name).with_changes(
         load=load,
         scored_requests=max(1, round(share * plan()["scenarios"][name])),
@@ -116,10 +130,16 @@ def of_environment(name: str, load: float, seeds: Sequence[int], share: float) -
         rebalancing=None,
         scaling=None,
     )
-    limits = scenario.limits(fleet["instances"])
+    limits = scenario.limits(count)
     episodes = [scenario.draw(np.random.default_rng(seed), limits, {}, length=1.0) for seed in seeds]
     tables = tuple(episode.table for episode in episodes)
-    return Scenario(f"{name} at {load:g}", tables, episodes[0].fleet, family=name, load=load)
+    title = cell_name(name, load) + (f", {instances} instances" if instances else "")
+    return Scenario(title, tables, episodes[0].fleet, family=name, load=load)
+
+
+def cell_name(name: str, load: float) -> str:
+    """Of a workload at a load, on the usual fleet."""
+    return f"{name} at {load:g}"
 
 
 def _of_workload(name: str, load: float, seeds: Sequence[int], share: float) -> Scenario:
@@ -141,7 +161,7 @@ def _of_workload(name: str, load: float, seeds: Sequence[int], share: float) -> 
         table = draw(seed)
         parts = math.ceil(load * capacity / rate_rps(table) / _SPEED_UP)
         tables.append(at_load(superpose(table, parts) if parts > 1 else table, fleet, load, capacity))
-    return Scenario(f"{name} at {load:g}", tuple(tables), fleet, family=name, load=load)
+    return Scenario(cell_name(name, load), tuple(tables), fleet, family=name, load=load)
 
 
 # --- the experiment ----------------------------------------------------------------------------------------------
@@ -180,8 +200,8 @@ def run(
         size: how much to run.
 
     Returns:
-        The room, the result against each cell's best baseline and against the one best for all, what every policy does,
-        and all cells.
+        The room; then for each policy all cells together, each cell against its best baseline and against the one best
+        for all, and fleets of other sizes.
     """
     chosen = [name for name in names() if size.cells is None or name in size.cells]
     validation: dict[str, dict[str, float]] = {}
@@ -199,7 +219,32 @@ def run(
         for result in _collected(runs, scenarios):
             test = {policy.policy: policy for policy in result.policies}
             found.append(Cell(result.name, opponents[result.name], validation[result.name], test))
-    return [_room(found), *(table for policy in policies for table in _answers(policy, best, found))]
+    sizes = _of_other_sizes(chosen, policies, opponents, out, workers, size)
+    return [_room(found), *(table for policy in policies for table in _answers(policy, best, found, sizes))]
+
+
+Sized = tuple[str, str, dict[str, PolicyResult]]
+"""Cell, opponent, results."""
+
+
+def _of_other_sizes(
+    chosen: Sequence[str],
+    policies: Sequence[str],
+    opponents: dict[str, str],
+    out: Path,
+    workers: int | None,
+    size: Size,
+) -> list[Sized]:
+    found: list[Sized] = []
+    for name in plan()["sizes"]["scenarios"]:
+        opponent = opponents.get(cell_name(name, plan()["sizes"]["load"]))
+        if name in chosen and opponent is not None:
+            scenarios = other_sizes(name, size)
+            met = list(dict.fromkeys([*policies, opponent]))
+            runs = evaluate(scenarios, met, out, seeds=range(size.seeds), workers=workers)
+            for result in _collected(runs, scenarios):
+                found.append((result.name, opponent, {policy.policy: policy for policy in result.policies}))
+    return found
 
 
 def _collected(runs: Sequence[Any], scenarios: Sequence[Scenario]) -> Iterator[ScenarioResult]:
@@ -242,7 +287,7 @@ def _room(found: Sequence[Cell]) -> Table:
     return Table("Room", header, [[Text(text) for text in row] for row in rows], note)
 
 
-def _answers(policy: str, best: str, found: Sequence[Cell]) -> list[Table]:
+def _answers(policy: str, best: str, found: Sequence[Cell], sizes: Sequence[Sized]) -> list[Table]:
     """Of one learned policy."""
     each = {cell.name: (cell.test[policy], cell.test[cell.opponent]) for cell in found}
     one = {cell.name: (cell.test[policy], cell.test[best]) for cell in found}
@@ -250,6 +295,7 @@ def _answers(policy: str, best: str, found: Sequence[Cell]) -> list[Table]:
         _summary(policy, {"the best baseline of each cell": each, f"{best} everywhere": one}),
         _cells(f"{policy}: against the best baseline of each cell", each),
         _cells(f"{policy}: against {best} everywhere", one),
+        _cells(f"{policy}: fleets of other sizes", {name: (of[policy], of[other]) for name, other, of in sizes}),
     ]
 
 
