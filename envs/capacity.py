@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,22 @@ from fleetpilot.fleet.view import ROLE_DECODE, ROLE_PREFILL, ROLES
 from fleetpilot.workloads.table import RequestTable
 
 
-def mean_capacity_rps(engine: NDArray[np.void], table: RequestTable, instances: int, pools: Pools | None) -> float:
-    """Requests per second and instance of a fleet of equal ones.
+def mean_capacity_rps(engines: NDArray[np.void], table: RequestTable, instances: int, pools: Pools | None) -> float:
+    """Requests per second and instance of a fleet.
 
     With pools: what its mixed instances get through by themselves, and what the narrower of the two pools lets through.
+
+    Args:
+        engines: (profiles,) the `ENGINE` records of its instances, again and again.
+        table: see `capacity_rps`.
+        instances: of the fleet.
+        pools: of the fleet.
     """
-    if pools is None:
-        return capacity_rps(engine, table, instances)
-    roles = pools.roles
-    mixed, prefill, decode = (
-        roles.count(role) * capacity_rps(engine, table, roles.count(role), role) if role in roles else 0.0
-        for role in ROLES
-    )
+    roles = pools.roles if pools else ("mixed",) * instances
+    of_role = dict.fromkeys(ROLES, 0.0)
+    for (engine, role), count in Counter((k % len(engines), role) for k, role in enumerate(roles)).items():
+        of_role[role] += count * capacity_rps(engines[engine], table, roles.count(role), role)
+    mixed, prefill, decode = of_role.values()
     return (mixed + min(prefill, decode)) / instances
 
 
@@ -48,7 +53,7 @@ def capacity_rps(engine: NDArray[np.void], table: RequestTable, instances: int =
     tests/envs/test_episodes.py.
 
     Args:
-        engine: the `ENGINE` record of the instances.
+        engine: the `ENGINE` record of an instance.
         table: requests; only their lengths and shared prefixes count.
         instances: that the shared prefixes are spread over.
         role: of the instances, one of `ROLES`.

@@ -122,7 +122,8 @@ class Scenario:
         name: as given to the environments.
         summary: one line.
         requests: where the requests come from.
-        profile: hardware of all instances: a `HardwareProfile`, or the name or file of one.
+        profile: hardware of the instances: a `HardwareProfile`, the name or file of one, or several, which the fleet's
+            instances have in turn from its first to its last.
         capacity_factor: what the formula of the capacity must be multiplied by to be right for these requests.
         priority_order: engines serve by priority.
         max_hold_s: a request may be held at the dispatcher for so long.
@@ -141,7 +142,7 @@ class Scenario:
     name: str
     summary: str
     requests: RequestSource
-    profile: HardwareProfile | str = "h100-llama-3.1-8b"
+    profile: HardwareProfile | str | tuple[HardwareProfile | str, ...] = "h100-llama-3.1-8b"
     capacity_factor: float = 1.0
     priority_order: bool = False
     max_hold_s: float = 2.0
@@ -153,7 +154,10 @@ class Scenario:
     reward: RewardWeights = field(default_factory=RewardWeights)
 
     def __post_init__(self) -> None:
-        checked_type("profile", self.profile, (str, HardwareProfile), "a HardwareProfile, or the name or file of one")
+        if not self._profiles:
+            raise ValueError("profile: got none, expected one at least")
+        for profile in self._profiles:
+            checked_type("profile", profile, (str, HardwareProfile), "a HardwareProfile, or the name or file of one")
         checked_type("reward", self.reward, RewardWeights, "RewardWeights")
         checked_type("rebalancing", self.rebalancing, (Rebalancing, type(None)), "a Rebalancing, or None")
         checked_type("scaling", self.scaling, (Scaling, type(None)), "a Scaling, or None")
@@ -163,11 +167,19 @@ class Scenario:
         for name, value in self.ranges.items():
             self.parameters[name].checked_range(name, value)
 
+    @property
+    def _profiles(self) -> tuple[HardwareProfile | str, ...]:
+        return self.profile if isinstance(self.profile, tuple) else (self.profile,)
+
     @cached_property
-    def hardware(self) -> HardwareProfile:
-        """The profile itself."""
-        profile = load_profile(self.profile) if isinstance(self.profile, str) else self.profile
-        return profile.replace(priority_order=True) if self.priority_order else profile
+    def hardware(self) -> tuple[HardwareProfile, ...]:
+        """The profiles themselves, which instances have in turn."""
+        profiles = (load_profile(each) if isinstance(each, str) else each for each in self._profiles)
+        return tuple(each.replace(priority_order=True) if self.priority_order else each for each in profiles)
+
+    @cached_property
+    def _engines(self) -> NDArray[np.void]:
+        return np.stack([engine_record(profile) for profile in self.hardware])
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
@@ -215,15 +227,14 @@ class Scenario:
         limits = {name: high for name, (_, high) in self.limits(slots).items()}
         per_instance = limits["warmup_requests"] + _LONGEST * limits["scored_requests"]
         rows = math.ceil(limits["fleet_size"] * per_instance)
-        profile = self.hardware
         return Capacity(
             environments=environments,
             instances=slots,
             rows=rows,
             slots=rows,
             nodes=self.requests.most_nodes(rows),
-            max_num_seqs=profile.max_num_seqs,
-            max_block_size=profile.block_size,
+            max_num_seqs=max(profile.max_num_seqs for profile in self.hardware),
+            max_block_size=max(profile.block_size for profile in self.hardware),
             polls=Telemetry(_LEAST_POLL_INTERVAL_S, _MOST_POLL_DELAY_S).polls_in_flight,
             closed_rows=rows if self.requests.closed_loop() else 0,
             classes=len(self.requests.slo_classes),
@@ -269,17 +280,17 @@ class Scenario:
             int(warmup) + max(1, round(scored * length)), values, np.random.default_rng(requests_seed)
         )
         table = _with_predictions(table, values["predicted_share"], values["predictor_error"], predictions)
-        engine = engine_record(self.hardware)
+        engines = self._engines.copy()
         for name, error in zip(_COEFFICIENTS, errors.tolist(), strict=True):
-            engine["cost"][name] *= 1.0 + values["hardware_error"] * error
+            engines["cost"][name] *= 1.0 + values["hardware_error"] * error
         pools = None if self.pools is None else self.pools.repeated(instances)
-        capacity = mean_capacity_rps(engine, table, instances, pools)
+        capacity = mean_capacity_rps(engines, table, instances, pools)
         rate_rps = values["load"] * instances * self.capacity_factor * capacity
         table = replace(table, name=self.name, arrival_s=table.arrival_s / rate_rps)
         warmup_s, last_s = _scored_part_s(table.arrival_s, int(warmup))
-        fleet = FleetConfig.of(
-            self.hardware,
-            instances,
+        kind = np.arange(instances) % len(engines)
+        fleet = FleetConfig(
+            tuple(self.hardware[k] for k in kind.tolist()),
             telemetry=Telemetry(values["poll_interval_s"], values["poll_delay_s"]),
             max_hold_s=self.max_hold_s,
             slo_classes=self.requests.slo_classes,
@@ -293,7 +304,7 @@ class Scenario:
             parameters={**values, "rate_rps": rate_rps},
             fleet=fleet,
             table=table,
-            engines=np.repeat(engine, instances),
+            engines=engines[kind],
             seed=seed,
             warmup_s=warmup_s,
         )

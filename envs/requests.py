@@ -15,6 +15,7 @@ from fleetpilot.fleet.slo import CHAT, SLOClass
 from fleetpilot.workloads.arrivals import ArrivalProcess, Gamma, PiecewiseRate
 from fleetpilot.workloads.lengths import LogNormal
 from fleetpilot.workloads.llumnix import llumnix_workload
+from fleetpilot.workloads.selection import select
 from fleetpilot.workloads.sessions import Sessions
 from fleetpilot.workloads.table import NO_NODE, NO_PARENT, NO_SESSION, RequestTable
 
@@ -239,6 +240,65 @@ class SessionRequests:
     def closed_loop(self) -> bool:
         """Whether a turn waits for the one before."""
         return self.sessions.closed_loop
+
+
+@dataclass(frozen=True, eq=False)
+class TraceRequests:
+    """Consecutive requests of a trace, from a place that is drawn; their rate is the episode's.
+
+    Attributes:
+        table: an open loop, longer than the longest episode.
+        slo_classes: what the table's `slo_class` refers to.
+    """
+
+    table: RequestTable
+    slo_classes: tuple[SLOClass, ...] = (CHAT,)
+
+    def __post_init__(self) -> None:
+        if np.isnan(self.table.arrival_s).any():
+            raise ValueError(
+                f"{self.table.name}: requests that wait for the answers of others; expected arrivals for all of them"
+            )
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[Parameter, Range]]:
+        """None of its own."""
+        return {}
+
+    def draw(self, n: int, values: Mapping[str, float], rng: np.random.Generator) -> RequestTable:
+        """See `RequestSource`.
+
+        Raises:
+            ValueError: the trace is too short, or all requests of a part come at once.
+        """
+        table = self.table
+        first = int(rng.integers(self._starts(n)))
+        begin_s, end_s = table.arrival_s[first], table.arrival_s[first + n - 1]
+        if begin_s == end_s and n > 1:
+            raise ValueError(f"{table.name}: rows {first} to {first + n - 1} arrive at once; expected different times")
+        part = select(table, np.arange(first, first + n), start_s=begin_s)
+        return replace(part, arrival_s=part.arrival_s * ((n - 1) / (end_s - begin_s) if n > 1 else 1.0))
+
+    def most_nodes(self, n: int) -> int:
+        """No more than the tree has, nor than lie on the paths of `n` consecutive requests."""
+        self._starts(n)
+        depth = np.zeros(len(self.table.node_parent) + 1, np.int64)  # the last is no node
+        for node, parent in enumerate(self.table.node_parent.tolist()):  # a parent is a smaller index
+            depth[node] = depth[parent] + 1
+        passed = np.append(0, np.cumsum(depth[self.table.prefix_node] + depth[self.table.own_node]))
+        return int(min(len(depth) - 1, (passed[n:] - passed[:-n]).max()))
+
+    def closed_loop(self) -> bool:
+        """Requests come whatever becomes of others."""
+        return False
+
+    def _starts(self, n: int) -> int:
+        if n > len(self.table):
+            raise ValueError(
+                f"{self.table.name}: {len(self.table)} requests for episodes of up to {n}; expected a longer trace, or "
+                "less of fleet_size, warmup_requests or scored_requests"
+            )
+        return len(self.table) - n + 1
 
 
 @kernel

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.evaluation.metrics import offered_s
+from fleetpilot.workloads.selection import row_columns, select
 from fleetpilot.workloads.table import NO_PARENT
 
 if TYPE_CHECKING:
@@ -76,49 +77,6 @@ def _windows(table: RequestTable, windows: int) -> tuple[NDArray[np.float64], ND
     if not length_s:
         return offered, np.zeros(len(table), np.int64), 0.0
     return offered, np.minimum((offered / length_s).astype(np.int64), windows - 1), length_s
-
-
-def select(
-    table: RequestTable, rows: NDArray[np.bool_], *, start_s: float = 0.0, name: str | None = None
-) -> RequestTable:
-    """Some rows of a table on a clock that starts at `start_s`, with the part of the prefix tree that they use.
-
-    A turn whose parent is left out stands on its own; that needs an arrival of its own.
-    """
-    kept = np.flatnonzero(rows)
-    row_of = np.full(len(table) + 1, -1)  # index -1 is no parent
-    row_of[kept] = np.arange(len(kept))
-    columns = {name: column[kept] for name, column in row_columns(table).items()}
-    nodes = _used_nodes(table, kept)
-    node_of = np.full(len(table.node_parent) + 1, -1)
-    node_of[nodes] = np.arange(len(nodes))
-    columns["arrival_s"] = columns["arrival_s"] - start_s
-    columns["parent"] = row_of[columns["parent"]]
-    for column in ("prefix_node", "own_node"):
-        columns[column] = node_of[columns[column]].astype(np.int32)
-    return replace(
-        table,
-        name=table.name if name is None else name,
-        **columns,
-        node_parent=node_of[table.node_parent[nodes]].astype(np.int32),
-        node_end_tokens=table.node_end_tokens[nodes],
-    )
-
-
-def row_columns(table: RequestTable) -> dict[str, Any]:
-    """The columns with one entry per request, by name."""
-    arrays = {name: value for name, value in vars(table).items() if isinstance(value, np.ndarray)}
-    return {name: array for name, array in arrays.items() if not name.startswith("node_")}
-
-
-def _used_nodes(table: RequestTable, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Nodes that rows run through: their own and all above them."""
-    used = np.zeros(len(table.node_parent) + 1, bool)
-    used[table.prefix_node[rows]] = True
-    used[table.own_node[rows]] = True
-    for node in range(len(table.node_parent) - 1, -1, -1):  # a parent is a smaller index
-        used[table.node_parent[node]] |= used[node]
-    return np.flatnonzero(used[:-1])
 
 
 def superpose(table: RequestTable, windows: int) -> RequestTable:

@@ -101,7 +101,7 @@ def test_episodes_are_functions_of_their_seed() -> None:
 
 def test_the_hardware_is_off_by_what_it_may_be_and_the_dispatcher_is_not_told() -> None:
     scenario = load_scenario("steady").with_changes(scored_requests=2, warmup_requests=1)
-    profile = scenario.hardware
+    (profile,) = scenario.hardware
     factors = np.array([draw(scenario, seed).engines["cost"]["b_s"].min() / profile.b_s for seed in range(60)])
     assert 0.8 <= factors.min() < 0.85
     assert 1.15 < factors.max() <= 1.2
@@ -150,7 +150,7 @@ def test_capacity_is_what_the_simulator_gets_through(name: str) -> None:
     if isinstance(source, RequestMix):  # the share of one of 16 instances
         prefixes = dataclasses.replace(source.prefixes, count=source.prefixes.count // SLOTS or 1)
         scenario = dataclasses.replace(scenario, requests=dataclasses.replace(source, prefixes=prefixes))
-    hardware = scenario.hardware.replace(priority_order=False)  # or the backlog is served by kind
+    hardware = scenario.hardware[0].replace(priority_order=False)  # or the backlog is served by kind
     tables = [table_of(scenario, 10_000, seed) for seed in range(3)]
     instances = 1 if scenario.pools is None else len(scenario.pools.roles)
     fleet = FleetConfig((hardware,) * instances, pools=scenario.pools)
@@ -158,7 +158,7 @@ def test_capacity_is_what_the_simulator_gets_through(name: str) -> None:
     formula_rps = [
         scenario.capacity_factor
         * instances
-        * mean_capacity_rps(engine_record(hardware), table, instances, scenario.pools)
+        * mean_capacity_rps(engine_record(hardware).reshape(1), table, instances, scenario.pools)
         for table in tables
     ]
     assert np.mean(formula_rps) == pytest.approx(np.mean(measured_rps), rel=0.10)
@@ -264,4 +264,4 @@ def test_changes_keep_the_rest() -> None:
     scenario = load_scenario("steady").with_changes(load=0.9).with_changes(cv=2.0, profile=load_profile("tiny-cpu"))
     limits = scenario.limits(4)
     assert (limits["load"], limits["cv"]) == ((0.9, 0.9), (2.0, 2.0))
-    assert scenario.hardware.name == "tiny-cpu"
+    assert [profile.name for profile in scenario.hardware] == ["tiny-cpu"]
