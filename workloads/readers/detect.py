@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fleetpilot.workloads.readers import azure, bailian, burstgpt, mooncake, timed_trace, vidur, weka
+from fleetpilot.workloads.readers import azure, bailian, burstgpt, decision_log, mooncake, timed_trace, vidur, weka
 from fleetpilot.workloads.readers.source import TraceFile, TraceRows, shown
 
 READERS: dict[str, Callable[..., TraceRows]] = {
     "azure": azure.read,
     "bailian": bailian.read,
     "burstgpt": burstgpt.read,
+    "decision_log": decision_log.read,
     "mooncake": mooncake.read,
     "timed_trace": timed_trace.read,
     "vidur": vidur.read,
@@ -26,6 +27,7 @@ _CSV_COLUMNS: dict[str, set[str]] = {
 }
 _JSON_KEYS: dict[str, set[str]] = {
     "bailian": {"chat_id", "timestamp", "input_length", "output_length"},
+    "decision_log": decision_log.KEYS,
     "weka": {"requests", "block_size"},
     "weka_requests": {"request_arrival_delta_s", "input_tokens", "output_tokens"},
 }
