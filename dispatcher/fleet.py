@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fleetpilot.dispatcher.engine import NOWHERE, Engine, EngineState
 from fleetpilot.dispatcher.policy_host import PolicyHost
@@ -41,7 +44,7 @@ class RequestFacts:
         priority: the client's; lower is earlier.
         session: of the client, -1 for none.
         turn: within the session.
-        arrived_s: monotonic clock.
+        arrived_s: when it came, complete (monotonic clock).
     """
 
     request_id: str
@@ -84,12 +87,15 @@ class Fleet:
         self.view = empty_view(1, 0)
         self.index = PrefixIndex(0)
         self.held = 0
+        Ledger.warm_up()
         self.ledger = Ledger(self.view.instances[0])
         self._profile = profile
         self._instances = self.view.instances[0]
-        self._polled_s: list[float] = []
+        self._request = _columns(self.view.request)
+        self._fleet = _columns(self.view.fleet)
+        self._polled_s = np.empty(0)
         self._start_s = time.monotonic()
-        self._random = np.random.default_rng(seed)
+        self._random = random.Random(seed)
 
     def add(self, url: str) -> Engine:
         """An engine joins, in the slot of one that is expected, or is gone, or in a new one.
@@ -141,7 +147,7 @@ class Fleet:
         self._instances = grown.instances[0]
         self.ledger.grow(self._instances)
         self.index.grow()
-        self._polled_s.append(-np.inf)
+        self._polled_s = np.append(self._polled_s, -np.inf)
 
     def set_state(self, engine: Engine, state: EngineState) -> None:
         """The engine is in this state now."""
@@ -214,16 +220,16 @@ class Fleet:
     def _see_request(self, facts: RequestFacts, streamed_tokens: int, now_s: float) -> None:
         """The decision is about a request."""
         self._instances["matched_tokens"] = self.index.match(facts.prompt_blocks, facts.tokens_per_block)
-        request = self.view.request[0]
-        request["prompt_tokens"] = facts.prompt_tokens
-        request["streamed_tokens"] = streamed_tokens
-        request["predicted_output_tokens"] = facts.predicted_output_tokens
-        request["priority"] = facts.priority
-        request["ttft_target_s"] = self.slo.ttft_target_s(facts.prompt_tokens)
-        request["tpot_target_s"] = self.slo.tpot_s
-        request["waited_s"] = now_s - facts.arrived_s
-        request["session"] = facts.session
-        request["turn"] = facts.turn
+        request = self._request
+        request["prompt_tokens"][0] = facts.prompt_tokens
+        request["streamed_tokens"][0] = streamed_tokens
+        request["predicted_output_tokens"][0] = facts.predicted_output_tokens
+        request["priority"][0] = facts.priority
+        request["ttft_target_s"][0] = self.slo.ttft_target_s(facts.prompt_tokens)
+        request["tpot_target_s"][0] = self.slo.tpot_s
+        request["waited_s"][0] = now_s - facts.arrived_s
+        request["session"][0] = facts.session
+        request["turn"][0] = facts.turn
 
     def _see_no_request(self) -> None:
         """The decision is about the fleet: what the simulator shows then."""
@@ -244,22 +250,24 @@ class Fleet:
         if not any(candidates):
             return NONE
         self._instances["candidate"] = candidates
-        self._instances["origin"] = np.arange(len(candidates)) == origin
-        self._instances["poll_age_s"] = now_s - np.array(self._polled_s)
-        fleet = self.view.fleet[0]
-        fleet["time_s"] = now_s - self._start_s
-        fleet["kind"] = kind
-        fleet["may_hold"] = may_hold
-        fleet["held"] = self.held
-        fleet["random_key"] = self._random.integers(2**64, dtype=np.uint64)
+        self._instances["origin"] = False
+        if origin != NONE:
+            self._instances["origin"][origin] = True
+        self._instances["poll_age_s"] = now_s - self._polled_s
+        fleet = self._fleet
+        fleet["time_s"][0] = now_s - self._start_s
+        fleet["kind"][0] = kind
+        fleet["may_hold"][0] = may_hold
+        fleet["held"][0] = self.held
+        fleet["random_key"][0] = self._random.getrandbits(64)
         choice = self.host.choose(self.view, request, may_reject=may_reject)
         if choice >= 0 and kind == KIND_DISPATCH:
-            fleet["decisions"] += 1
+            fleet["decisions"][0] += 1
         return choice
 
     def poll_age_s(self, slot: int) -> float:
         """Age of an instance's last poll; inf before the first."""
-        return time.monotonic() - self._polled_s[slot]
+        return time.monotonic() - float(self._polled_s[slot])
 
     def set_migrating(self, slot: int, migrating: bool) -> None:
         """Whether an instance takes part in a migration."""
@@ -280,6 +288,11 @@ class Fleet:
         most_tokens = float(instance["kv_capacity_blocks"] * instance["block_size"])
         self.index.insert(slot, facts.prompt_blocks, facts.tokens_per_block, most_tokens)
         self._instances["indexed_tokens"][slot] = self.index.tokens[slot]
+
+
+def _columns(records: NDArray[np.void]) -> dict[str, NDArray[Any]]:
+    """Its fields, to be written to: ten times as fast as a record's."""
+    return {name: records[name] for name in records.dtype.names or ()}
 
 
 def _apply_profile(instance: np.void, profile: HardwareProfile) -> None:

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from fleetpilot.dispatcher.service import Dispatcher
 
 _CACHED_PROMPTS = 4_096
+_KNOWN_SESSIONS = 65_536
+_SHORT_CHARACTERS = 256
+"""A prompt up to this length is off by less than asking is worth, once the estimate was learned."""
+_LEARNED_FROM = 8
+"""Prompts that make a good estimate."""
+_ASKED_AGAIN = 32
+"""Of so many short prompts one is asked for, as the estimate may change."""
 _DEADLINE_S = 1.0
 _FIRST_CHARACTERS_PER_TOKEN = 4.0
 _LEARNING_RATE = 0.05
@@ -48,26 +55,37 @@ class Prompts:
     def __init__(self, dispatcher: Dispatcher):
         self._dispatcher = dispatcher
         self.characters_per_token = _FIRST_CHARACTERS_PER_TOKEN
+        self._learned = 0  # prompts that it was learned from
+        self._estimated = 0  # short prompts since
         self._known: OrderedDict[bytes, list[int]] = OrderedDict()
         self._sessions: OrderedDict[str, list[int]] = OrderedDict()
         self._next_engine = 0
         self._numbers = itertools.count()
+        self._session_numbers = itertools.count()
 
     def measure(self, exchange: Exchange, request: ApiRequest, admit: Admit) -> None:
         """Call `admit` with the facts, at once where no engine need be asked."""
+        arrived_s = time.monotonic()
         prompt = request.fields.get("prompt")
         if request.route != CHAT and isinstance(prompt, list):
-            token_ids = prompt if all(isinstance(token, int) for token in prompt) else _flat(prompt)
-            admit(exchange, request, self._facts(request, token_ids))
+            token_ids = prompt if set(map(type, prompt)) <= {int} else _flat(prompt)
+            admit(exchange, request, self._facts(request, token_ids, arrived_s))
             return
         question = _question(request)
         if (known := self._known.get(question)) is not None:
             self._known.move_to_end(question)
-            admit(exchange, request, self._facts(request, known))
-        elif (engine := self._tokenizer()) is None:
-            admit(exchange, request, self._estimate(request))
+            admit(exchange, request, self._facts(request, known, arrived_s))
+        elif self._may_estimate(request) or (engine := self._tokenizer()) is None:
+            admit(exchange, request, self._estimate(request, arrived_s))
         else:
-            self._dispatcher._run(self._tokenise(engine, question, exchange, request, admit))
+            self._dispatcher._run(self._tokenise(engine, question, exchange, request, admit, arrived_s))
+
+    def _may_estimate(self, request: ApiRequest) -> bool:
+        """Whether the prompt is short, and others have told how long such are."""
+        if self._learned < _LEARNED_FROM or len(_text(request)) > _SHORT_CHARACTERS:
+            return False
+        self._estimated += 1
+        return self._estimated % _ASKED_AGAIN != 0
 
     def _tokenizer(self) -> Any:
         """An engine to ask, in turn."""
@@ -82,7 +100,7 @@ class Prompts:
         return engines[self._next_engine % len(engines)]
 
     async def _tokenise(
-        self, engine: Any, question: bytes, exchange: Exchange, request: ApiRequest, admit: Admit
+        self, engine: Any, question: bytes, exchange: Exchange, request: ApiRequest, admit: Admit, arrived_s: float
     ) -> None:
         headers = [(name, value) for name, value in exchange.headers if name == b"authorization"]
         try:
@@ -93,9 +111,9 @@ class Prompts:
         except (CallError, TimeoutError, ValueError, KeyError, asyncio.CancelledError):
             token_ids = None
         if token_ids is None:
-            facts = self._estimate(request)
+            facts = self._estimate(request, arrived_s)
         else:
-            facts = self._facts(request, token_ids)
+            facts = self._facts(request, token_ids, arrived_s)
             self._learn(request, len(token_ids))
             self._known[question] = token_ids
             while len(self._known) > _CACHED_PROMPTS:
@@ -103,21 +121,23 @@ class Prompts:
         admit(exchange, request, facts)
 
     def _learn(self, request: ApiRequest, tokens: int) -> None:
+        self._learned += 1
         ratio = len(_text(request)) / max(tokens, 1)
-        self.characters_per_token += _LEARNING_RATE * (ratio - self.characters_per_token)
+        rate = max(_LEARNING_RATE, 1 / self._learned)
+        self.characters_per_token += rate * (ratio - self.characters_per_token)
 
-    def _facts(self, request: ApiRequest, token_ids: list[int]) -> RequestFacts:
+    def _facts(self, request: ApiRequest, token_ids: list[int], arrived_s: float) -> RequestFacts:
         names = block_names(token_ids, _salt(request))
-        return self._facts_of(request, max(1, len(token_ids)), names, float(BLOCK_TOKENS))
+        return self._facts_of(request, max(1, len(token_ids)), names, float(BLOCK_TOKENS), arrived_s)
 
-    def _estimate(self, request: ApiRequest) -> RequestFacts:
+    def _estimate(self, request: ApiRequest, arrived_s: float) -> RequestFacts:
         text = _text(request)
         names = block_names(text, _salt(request))
         tokens = max(1, round(len(text) / max(self.characters_per_token, 0.1)))
-        return self._facts_of(request, tokens, names, tokens / len(names) if names else 0.0)
+        return self._facts_of(request, tokens, names, tokens / len(names) if names else 0.0, arrived_s)
 
     def _facts_of(
-        self, request: ApiRequest, tokens: int, names: tuple[int, ...], tokens_per_block: float
+        self, request: ApiRequest, tokens: int, names: tuple[int, ...], tokens_per_block: float, arrived_s: float
     ) -> RequestFacts:
         session, turn = self._session(request)
         return RequestFacts(
@@ -129,7 +149,7 @@ class Prompts:
             priority=request.priority,
             session=session,
             turn=turn,
-            arrived_s=time.monotonic(),
+            arrived_s=arrived_s,
         )
 
     def _session(self, request: ApiRequest) -> tuple[int, int]:
@@ -138,7 +158,10 @@ class Prompts:
         if not isinstance(name, str):
             return -1, 0
         if name not in self._sessions:
-            self._sessions[name] = [len(self._sessions), -1]
+            self._sessions[name] = [next(self._session_numbers), -1]
+            if len(self._sessions) > _KNOWN_SESSIONS:
+                self._sessions.popitem(last=False)
+        self._sessions.move_to_end(name)
         self._sessions[name][1] += 1
         session, turn = self._sessions[name]
         return session, turn

@@ -154,6 +154,13 @@ def why_not_movable(route: str, fields: Mapping[str, Any]) -> str:
     return ""
 
 
+_KINDS = {
+    "model": (str, "a text"),
+    "stream": (bool, "true or false"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens", "priority"), (int, "a whole number")),
+}
+"""What the dispatcher itself reads of a body; each may be null."""
+
 _numbers = itertools.count()
 
 
@@ -261,10 +268,8 @@ def parse_request(route: str, body: bytes, header_priority: bytes | None, reques
         raise BadRequest(f"body: expected JSON: {error}") from None
     if not isinstance(fields, dict):
         raise BadRequest(f"body: got a JSON {type(fields).__name__}, expected an object")
-    _expect(fields, "model", str, "a text", none=True)
-    _expect(fields, "stream", bool, "true or false", none=True)
-    for name in ("max_tokens", "max_completion_tokens", "min_tokens", "priority"):
-        _expect(fields, name, int, "a whole number", none=True)
+    for name in fields.keys() & _KINDS.keys():
+        _expect(name, fields[name], *_KINDS[name])
     _expect_whole_transfer(fields.get("kv_transfer_params"))
     priority = fields.get("priority") or 0
     if header_priority is not None:
@@ -293,9 +298,6 @@ def _expect_whole_transfer(params: Any) -> None:
             raise BadRequest(f"kv_transfer_params.{name}: expected beside remote_block_ids, as an engine answered it")
 
 
-def _expect(fields: dict[str, Any], name: str, kind: type, words: str, *, none: bool) -> None:
-    value = fields.get(name)
-    if value is None and none:
-        return
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+def _expect(name: str, value: Any, kind: type, words: str) -> None:
+    if value is not None and type(value) is not kind:
         raise BadRequest(f"{name} = {value!r}: expected {words}")

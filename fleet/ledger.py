@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.fleet.jit import inlined
+from fleetpilot.fleet.jit import inlined, kernel
+from fleetpilot.fleet.view import INSTANCE_VIEW
 
 
 @inlined
@@ -98,6 +99,58 @@ def stock_load(instance: Any) -> None:
     instance.preempted = 0.0
 
 
+# What `Ledger` calls, one kernel per event. Numba takes 5 us to recognise a record, and 1 us for an array and an index.
+
+
+@kernel
+def _dispatched(
+    instances: Any,
+    slot: int,
+    prompt_tokens: float,
+    predicted_output_tokens: float,
+    matched_tokens: float,
+    priority: float,
+    head_blocks: float,
+) -> None:
+    on_dispatch(instances[slot], prompt_tokens, predicted_output_tokens, matched_tokens, priority)
+    _set_head(instances[slot], head_blocks)
+
+
+@kernel
+def _started(
+    instances: Any, slot: int, prompt_tokens: float, matched_tokens: float, tokens: float, head_blocks: float
+) -> None:
+    on_first_token(instances[slot], prompt_tokens, matched_tokens)
+    on_tokens(instances[slot], tokens)
+    _set_head(instances[slot], head_blocks)
+
+
+@kernel
+def _streamed(instances: Any, slot: int, tokens: float) -> None:
+    on_tokens(instances[slot], tokens)
+
+
+@kernel
+def _ended(
+    instances: Any,
+    slot: int,
+    prompt_tokens: float,
+    predicted_output_tokens: float,
+    matched_tokens: float,
+    streamed_tokens: float,
+    priority: float,
+    head_blocks: float,
+) -> None:
+    on_end(instances[slot], prompt_tokens, predicted_output_tokens, matched_tokens, streamed_tokens, priority)
+    _set_head(instances[slot], head_blocks)
+
+
+@inlined
+def _set_head(instance: Any, head_blocks: float) -> None:
+    instance.head_prompt_blocks = head_blocks
+    stock_load(instance)
+
+
 @dataclass
 class _InFlight:
     """What must be taken out of the records again when the request ends."""
@@ -123,6 +176,17 @@ class Ledger:
         self._in_flight: dict[str, _InFlight] = {}
         # Per instance: its unstarted requests and their prompts' blocks, oldest first.
         self._unstarted: list[dict[str, float]] = [{} for _ in instances]
+
+    @staticmethod
+    def warm_up() -> None:
+        """Compile what a ledger runs now, not at the first request: it takes a second, and files."""
+        record = np.zeros(1, INSTANCE_VIEW)
+        record["block_size"] = 16
+        ledger = Ledger(record)
+        ledger.dispatch("", 0, 1, 1.0, 0)
+        ledger.tokens("", 1)
+        ledger.tokens("", 1)
+        ledger.end("")
 
     def grow(self, instances: NDArray[np.void]) -> None:
         """Go on in these records: a copy of those so far, with more behind them."""
@@ -166,15 +230,20 @@ class Ledger:
                 f"predicted_output_tokens of request {request_id!r} is {predicted_output_tokens}; "
                 "expected a finite number >= 0"
             )
-        instance = self._instances[slot]
-        if not instance["block_size"] > 0:
-            raise ValueError(
-                f"block_size of instance {slot} is {instance['block_size']}; expected it set before a dispatch"
-            )
+        block_size = self._instances["block_size"][slot]
+        if not block_size > 0:
+            raise ValueError(f"block_size of instance {slot} is {block_size}; expected it set before a dispatch")
         self._in_flight[request_id] = _InFlight(slot, prompt_tokens, predicted_output_tokens, matched_tokens, priority)
-        self._unstarted[slot][request_id] = math.ceil(prompt_tokens / instance["block_size"])
-        on_dispatch(instance, prompt_tokens, predicted_output_tokens, matched_tokens, priority)
-        self._refresh(slot)
+        self._unstarted[slot][request_id] = math.ceil(prompt_tokens / block_size)
+        _dispatched(
+            self._instances,
+            slot,
+            float(prompt_tokens),
+            float(predicted_output_tokens),
+            float(matched_tokens),
+            float(priority),
+            self._head_blocks(slot),
+        )
 
     def tokens(self, request_id: str, tokens: int) -> None:
         """The instance streamed this many further tokens of the request, at least 1.
@@ -185,12 +254,18 @@ class Ledger:
         request = self._request(request_id)
         if tokens < 1:
             raise ValueError(f"tokens of request {request_id!r} is {tokens}; expected at least 1")
-        instance = self._instances[request.slot]
         if request.streamed_tokens == 0:
-            on_first_token(instance, request.prompt_tokens, request.matched_tokens)
             del self._unstarted[request.slot][request_id]
-            self._refresh(request.slot)
-        on_tokens(instance, tokens)
+            _started(
+                self._instances,
+                request.slot,
+                float(request.prompt_tokens),
+                float(request.matched_tokens),
+                float(tokens),
+                self._head_blocks(request.slot),
+            )
+        else:
+            _streamed(self._instances, request.slot, float(tokens))
         request.streamed_tokens += tokens
 
     def end(self, request_id: str) -> None:
@@ -202,15 +277,16 @@ class Ledger:
         request = self._request(request_id)
         del self._in_flight[request_id]
         self._unstarted[request.slot].pop(request_id, None)
-        on_end(
-            self._instances[request.slot],
-            request.prompt_tokens,
-            request.predicted_output_tokens,
-            request.matched_tokens,
-            request.streamed_tokens,
-            request.priority,
+        _ended(
+            self._instances,
+            request.slot,
+            float(request.prompt_tokens),
+            float(request.predicted_output_tokens),
+            float(request.matched_tokens),
+            float(request.streamed_tokens),
+            float(request.priority),
+            self._head_blocks(request.slot),
         )
-        self._refresh(request.slot)
 
     def _request(self, request_id: str) -> _InFlight:
         if request_id not in self._in_flight:
@@ -219,7 +295,6 @@ class Ledger:
             )
         return self._in_flight[request_id]
 
-    def _refresh(self, slot: int) -> None:
-        instance = self._instances[slot]
-        instance["head_prompt_blocks"] = next(iter(self._unstarted[slot].values()), 0.0)
-        stock_load(instance)
+    def _head_blocks(self, slot: int) -> float:
+        """Of the prompt of the instance's oldest unstarted request."""
+        return float(next(iter(self._unstarted[slot].values()), 0.0))

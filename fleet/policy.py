@@ -138,7 +138,7 @@ class CompiledPolicy:
     def decide(self, view: FleetView) -> Decision:
         """Choose for each row of the view."""
         choice = np.empty(len(view), np.int64)
-        _choose_rows(self.choose, view.instances, view.request, view.fleet, choice)
+        _choose_rows(self.address, view.instances, view.request, view.fleet, choice)
         return Decision(choice)
 
     def __repr__(self) -> str:
@@ -210,9 +210,9 @@ choose_at = _choose_at()
 
 
 @kernel
-def _choose_rows(choose: Any, instances: Any, request: Any, fleet: Any, choice: Any) -> None:
+def _choose_rows(address: Any, instances: Any, request: Any, fleet: Any, choice: Any) -> None:
     for row in range(len(choice)):
-        choice[row] = choose(instances[row], request[row : row + 1], fleet[row : row + 1])
+        choice[row] = choose_at(address, instances[row], request[row : row + 1], fleet[row : row + 1])
 
 
 @kernel

@@ -63,6 +63,7 @@ class Exchange:
         "_connection",
         "_head_only",
         "_keep_alive",
+        "_unsent_head",
         "body",
         "closed",
         "headers",
@@ -89,6 +90,7 @@ class Exchange:
         self._keep_alive = keep_alive
         self._head_only = method == "HEAD"
         self._chunked = False
+        self._unsent_head = b""
 
     def header(self, name: bytes) -> bytes | None:
         """The first header of this name, given in lower case."""
@@ -114,7 +116,7 @@ class Exchange:
         """Send the head of an answer whose body follows in parts.
 
         A ``content-length`` among the headers is kept; without one the body is chunked (HTTP/1.0: ends with the
-        connection).
+        connection). The head goes out with the first part of the body, or soon where that takes its time.
         """
         if self.closed:
             return
@@ -124,17 +126,26 @@ class Exchange:
             headers = [*headers, (b"transfer-encoding", b"chunked")]
         elif not has_length:
             self._keep_alive = False
-        self._connection.write(self._head(status, headers))
+        self._unsent_head = self._head(status, headers)
+        self._connection.server.loop.call_soon(self._send_head)
+
+    def _send_head(self) -> None:
+        if self._unsent_head:
+            head, self._unsent_head = self._unsent_head, b""
+            self._connection.write(head)
 
     def write(self, data: bytes) -> None:
         """Send a part of the body. Nothing is sent once the client has gone."""
         if data and not self.closed and not self._head_only:
-            self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+            head, self._unsent_head = self._unsent_head, b""
+            part = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+            self._connection.write(head + part)
 
     def finish(self) -> None:
         """The body is complete."""
         if self.closed:
             return
+        self._send_head()
         if self._chunked and not self._head_only:
             self._connection.write(b"0\r\n\r\n")
         self._complete()
@@ -142,6 +153,7 @@ class Exchange:
     def abort(self) -> None:
         """Cut the connection, so that the client cannot take what it has for the whole answer."""
         if not self.closed:
+            self._send_head()
             self.closed = True
             self._connection.transport.abort()
 
@@ -207,6 +219,7 @@ class _Connection(asyncio.Protocol):
         self.queue.clear()
         if exchange is not None and not exchange.closed:
             exchange.closed = True
+            exchange._unsent_head = b""
             if exchange.on_closed is not None:
                 exchange.on_closed()
 
