@@ -62,6 +62,8 @@ class ServeConfig:
         stalled_s: an engine with requests that sends nothing for so long has failed, whatever its health says.
         decision_log: file for every decision and what became of it, one JSON object a line; empty: none.
         decision_log_bytes: most on disk, the file and its three older ones together.
+        otlp_endpoint: OpenTelemetry collector that gets a span for every request (OTLP over HTTP), as
+            http://127.0.0.1:4318/v1/traces; empty: none. Needs fleetpilot[otel].
         shadow: a policy that is asked what the policy is asked; its choices are compared and logged, and never carried
             out; empty: none.
         dry_run: requests go where `fallback` sends them, and none moves: what `policy` would do is only logged.
@@ -121,6 +123,7 @@ class ServeConfig:
     stalled_s: float = 60.0
     decision_log: str = ""
     decision_log_bytes: int = 256 * 1024 * 1024
+    otlp_endpoint: str = ""
     shadow: str = ""
     dry_run: bool = False
     explore: float = 0.0

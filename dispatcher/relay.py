@@ -18,6 +18,7 @@ from fleetpilot.fleet.view import NONE, REJECT
 if TYPE_CHECKING:
     from fleetpilot.dispatcher.migration import Migration
     from fleetpilot.dispatcher.service import Dispatcher
+    from fleetpilot.dispatcher.tracing import RequestSpan
 
 _HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
@@ -35,6 +36,7 @@ class Relay:
         exchange: with the client.
         request: what it asks for.
         facts: what policies read of it.
+        span: of its trace; None for none.
 
     Attributes:
         answer: the streamed answer where it can go on elsewhere, else None.
@@ -43,11 +45,19 @@ class Relay:
         ended: nothing more happens.
     """
 
-    def __init__(self, dispatcher: Dispatcher, exchange: Exchange, request: ApiRequest, facts: RequestFacts):
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        exchange: Exchange,
+        request: ApiRequest,
+        facts: RequestFacts,
+        span: RequestSpan | None = None,
+    ):
         self.dispatcher = dispatcher
         self.exchange = exchange
         self.request = request
         self.facts = facts
+        self.span = span
         self.answer = Answer(request) if request.streamed and not request.fixed and dispatcher.tracks else None
         self.slot = NONE
         self.moving = False
@@ -125,13 +135,20 @@ class Relay:
     def _serve_at(self, slot: int, route: str, body: bytes, *, resumes: bool = False, streamed_tokens: int = 0) -> None:
         self.slot = slot
         self._tried.add(slot)
+        self._note("sent")
         self.dispatcher.serves(self, streamed_tokens)
         self._attempt = _Attempt(self, self.dispatcher.fleet.engines[slot], route, body, resumes=resumes)
 
     def _forward_headers(self) -> Headers:
         headers = [(name, value) for name, value in self.exchange.headers if name not in _NOT_FORWARDED]
         headers.append((b"x-request-id", self.request.request_id.encode()))
+        if self.span is not None:
+            headers = list(self.span.forwarded(headers))
         return self.dispatcher.engine_headers(headers)
+
+    def _note(self, what: str) -> None:
+        if self.span is not None:
+            self.span.note(what, self.slot)
 
     # the answer comes
 
@@ -188,8 +205,11 @@ class Relay:
         self.last_token_s = self.engine.last_token_s = time.monotonic()
         if self.moved_by is not None:
             self.dispatcher.on_resumed(self, self.moved_by)
+            self._note("moved")
         if tokens > self.tokens:
-            self.first_token_s = self.first_token_s or self.last_token_s
+            if not self.tokens:
+                self.first_token_s = self.last_token_s
+                self._note("first token")
             self.dispatcher.fleet.ledger.tokens(self.facts.request_id, tokens - self.tokens)
             self.tokens = tokens
 
@@ -280,6 +300,11 @@ class Relay:
         self.detach()
         self.dispatcher.go_on_elsewhere(self, failed)
         return True
+
+    def wait_for_descriptors(self, reason: str) -> None:
+        """The dispatcher could not ask the engine, and tries again soon."""
+        self.detach()
+        self.dispatcher.go_on_later(self, reason)
 
     def go_on_at(self, slot: int) -> bool:
         """Go on at this engine, after `detach`. False if the answer is at its end."""
@@ -384,7 +409,9 @@ class _Attempt:
         relay = self.relay
         if relay.ended:
             return
-        if error.refused and relay.engine.serves:
+        if error.local:
+            relay.wait_for_descriptors(str(error))
+        elif error.refused and relay.engine.serves:
             relay.dispatcher.engine_is_gone(relay.engine, str(error))  # tells this relay too
         else:
             relay.engine_broke(str(error))

@@ -30,6 +30,7 @@ from fleetpilot.dispatcher.requests import CHAT, COMPLETIONS, ApiRequest, BadReq
 from fleetpilot.dispatcher.scaling.actuator import Actuator, make_actuator
 from fleetpilot.dispatcher.scaling.scaler import Scaler
 from fleetpilot.dispatcher.shadow import Shadow
+from fleetpilot.dispatcher.tracing import Tracing
 from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of, require_compiled
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.slo import CHAT as CHAT_SLO
@@ -99,6 +100,7 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: HttpServer | None = None
         self.log: DecisionLog | None = None
+        self._tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint else None
         self._mean_output_tokens = 256.0
         self._keys = [key.encode() for key in config.api_keys]
         self._engine_key_headers = config.engine_key_headers
@@ -164,6 +166,8 @@ class Dispatcher:
         if self.log is not None:
             log, self.log, self.fleet.host.log = self.log, None, None
             await asyncio.to_thread(log.close)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     def _begin_log(self) -> None:
         config = self.config
@@ -355,7 +359,8 @@ class Dispatcher:
         facts.predicted_output_tokens = (
             self._mean_output_tokens if most is None else min(self._mean_output_tokens, max(most, 1))
         )
-        relay = Relay(self, exchange, request, facts)
+        span = self._tracing.begin(request, exchange.headers) if self._tracing is not None else None
+        relay = Relay(self, exchange, request, facts, span)
         if self._held or not relay.place():
             self._held.append(relay)
             self.fleet.held = len(self._held)
@@ -378,8 +383,8 @@ class Dispatcher:
         """The relay has ended."""
         self.leaves(relay)
         self.outcomes[outcome] += 1
-        if self.log is not None:
-            self.log.outcome(outcome=outcome, **relay.outcome())
+        if self.log is not None or relay.span is not None:
+            self._tell_outcome(relay, outcome)
         if outcome == "finished" and relay.tokens:
             self._mean_output_tokens += 0.02 * (relay.tokens - self._mean_output_tokens)
         if relay in self._held:
@@ -388,6 +393,13 @@ class Dispatcher:
             self._homeless.remove(relay)
         self.fleet.held = len(self._held)
         self.place_held()
+
+    def _tell_outcome(self, relay: Relay, outcome: str) -> None:
+        fields = relay.outcome()
+        if self.log is not None:
+            self.log.outcome(outcome=outcome, **fields)
+        if relay.span is not None:
+            relay.span.end(outcome, fields)
 
     def on_resumed(self, relay: Relay, migration: Migration) -> None:
         """The first token of a relay's request came from its destination."""
@@ -440,6 +452,17 @@ class Dispatcher:
         self.counts["failovers"] += 1
         relay.homeless_since_s = time.monotonic()
         if not self._resume(relay, frozenset((failed,))):
+            self._homeless.append(relay)
+
+    def go_on_later(self, relay: Relay, reason: str) -> None:
+        """A request could not be sent, and is at the next tick, unless it has been so for long."""
+        self.counts["requests_without_descriptors"] += 1
+        now_s = time.monotonic()
+        if relay.homeless_since_s <= relay.last_token_s:
+            relay.homeless_since_s = now_s
+        if now_s - relay.homeless_since_s > self.config.max_hold_s:
+            relay.fail(503, reason)
+        else:
             self._homeless.append(relay)
 
     def _resume(self, relay: Relay, without: frozenset[int]) -> bool:

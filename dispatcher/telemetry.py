@@ -32,9 +32,10 @@ async def watch(dispatcher: Dispatcher, engine: Engine) -> None:
             await _poll(dispatcher, engine)
             failed = 0
         except (CallError, TimeoutError, ValueError) as error:
-            refused = isinstance(error, CallError) and error.refused
-            failed += _FAILED_POLLS if refused else 1
             dispatcher.counts["failed_polls"] += 1
+            if not (isinstance(error, CallError) and error.local):
+                refused = isinstance(error, CallError) and error.refused
+                failed += _FAILED_POLLS if refused else 1
             if failed >= _FAILED_POLLS and engine.serves:
                 dispatcher.engine_is_gone(engine, str(error) or "no answer to a poll in time")
         if engine.leaving and not (engine.serves and dispatcher.at[engine.slot]):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,12 +25,14 @@ class CallError(Exception):
     Attributes:
         answered: whether any byte of an answer came.
         refused: nothing listens there.
+        local: this process has no file descriptor left to ask with; the server is not to blame.
     """
 
-    def __init__(self, message: str, *, answered: bool, refused: bool = False):
+    def __init__(self, message: str, *, answered: bool, refused: bool = False, local: bool = False):
         super().__init__(message)
         self.answered = answered
         self.refused = refused
+        self.local = local
 
 
 class Receiver(Protocol):
@@ -265,7 +269,7 @@ class HttpClient:
             connection.transport.abort()
 
     def _take(self) -> _Connection | None:
-        oldest_s = asyncio.get_running_loop().time() - _IDLE_S
+        oldest_s = time.monotonic() - _IDLE_S
         while self._idle:
             connection = self._idle.pop()
             if connection.idle_since_s >= oldest_s and not connection.transport.is_closing():
@@ -274,7 +278,7 @@ class HttpClient:
         return None
 
     def _give_back(self, connection: _Connection) -> None:
-        now_s = asyncio.get_running_loop().time()
+        now_s = time.monotonic()
         connection.idle_since_s = now_s
         self._idle.append(connection)
         while self._idle and self._idle[0].idle_since_s < now_s - _IDLE_S:
@@ -298,7 +302,8 @@ class HttpClient:
         except (OSError, TimeoutError) as error:
             refused = isinstance(error, ConnectionRefusedError)
             reason = str(error) or f"no connection within {self._connect_timeout_s:g} s"
-            call._failed(CallError(f"{self.origin}: {reason}", answered=False, refused=refused))
+            local = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+            call._failed(CallError(f"{self.origin}: {reason}", answered=False, refused=refused, local=local))
             return
         self._open.add(connection)
         call._on(connection)
