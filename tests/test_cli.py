@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -467,6 +468,7 @@ def test_ctrl_c_says_how_to_go_on(
 
 
 def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from fleetpilot.dispatcher import demo as serving
     from fleetpilot.evaluation import demo
 
     def one_segment(scenarios: list[Scenario], policies: list[str], *arguments: Any, **options: Any) -> Any:
@@ -475,8 +477,11 @@ def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
         return evaluate(short, policies[:3], *arguments, **options, workers=1)
 
     monkeypatch.setattr(demo, "evaluate", one_segment)
+    monkeypatch.setattr(serving, "serve_for_a_while", partial(serving.serve_for_a_while, span_s=1.0))
     assert run("demo", "-o", str(tmp_path)) == 0
     printed = capsys.readouterr().out
+    assert re.search(r"serving 4 emulated engines with llumnix for 1 s; watch it at http://[\d.:]+/dashboard", printed)
+    assert re.search(r"[1-9]\d* requests answered", printed)
     assert "join-shortest-queue" in printed
     shown = [Path(line) for line in printed.splitlines() if line.endswith((".html", ".png"))]
     assert {path.suffix for path in shown} == {".html", ".png"}

@@ -1067,7 +1067,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _add_demo(commands: Any) -> None:
-    parser = _command(commands, "demo", _demo, "compare all policies on a small workload and draw the result")
+    parser = _command(commands, "demo", _demo, "compare all policies on a small workload, draw the result, and serve")
     parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, default=Path("demo"), help="folder (default demo)")
     parser.add_argument(
         "--train",
@@ -1080,9 +1080,13 @@ def _demo(arguments: argparse.Namespace) -> int:
     from fleetpilot.evaluation import Interrupted
     from fleetpilot.evaluation.demo import demo
     from fleetpilot.learning import train_quick
+    from fleetpilot.serving import serve_demo
 
     try:
-        return _report(demo(arguments.out, train_quick(arguments.out) if arguments.train else None))
+        trained = train_quick(arguments.out) if arguments.train else None
+        status = _report(demo(arguments.out, trained))
+        serve_demo(str(trained or "llumnix"))
+        return status
     except Interrupted as interrupted:
         return _say(f"{interrupted} in {arguments.out}; the same command goes on from there", INTERRUPTED)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
+import gc
 import inspect
 import json
 import logging
@@ -111,11 +113,21 @@ def run_serve(arguments: argparse.Namespace) -> int:
         return load_config(flags, arguments.config)
 
     config = load()
+    _allow_files()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if arguments.check:
         return _check(config, as_json=arguments.json)
     _run(_serve(config, load))
     return 0
+
+
+def _allow_files() -> None:
+    """As many open files as may be: each request takes two, and shells allow 1,024."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not on Windows
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _run(main: Any) -> Any:
@@ -136,6 +148,16 @@ def _check(config: Any, *, as_json: bool) -> int:
         for finding in findings:
             print(f"{'ok  ' if finding.works else 'FAIL'} {finding.engine or 'fleet'}: {finding.text}")
     return 0 if all(finding.works for finding in findings) else 1
+
+
+def serve_demo(policy: str) -> None:
+    """Serve emulated engines with a policy under a short load, where fleetpilot[serve] is installed."""
+    try:
+        from fleetpilot.dispatcher.demo import serve_for_a_while
+    except ModuleNotFoundError as error:
+        print(f"not served: there is no {error.name}; pip install 'fleetpilot[serve]'")
+        return
+    _run(serve_for_a_while(policy))
 
 
 async def _serve(config: Any, load: Callable[[], Any]) -> None:
@@ -159,6 +181,7 @@ async def _serve(config: Any, load: Callable[[], Any]) -> None:
     if hasattr(signal, "SIGHUP"):  # not on Windows
         loop.add_signal_handler(signal.SIGHUP, reload)
     await dispatcher.start()
+    gc.freeze()  # what is there now stays: not to be looked at again while requests come and go
     scheme = "https" if config.tls_cert else "http"
     engines = f"the engines of {config.engines_file}" if config.engines_file else f"{len(config.engines)} engines"
     if config.scaler:
