@@ -71,11 +71,14 @@ class Prompts:
             token_ids = prompt if set(map(type, prompt)) <= {int} else _flat(prompt)
             admit(exchange, request, self._facts(request, token_ids, arrived_s))
             return
+        if self._may_estimate(request):
+            admit(exchange, request, self._estimate(request, arrived_s))
+            return
         question = _question(request)
         if (known := self._known.get(question)) is not None:
             self._known.move_to_end(question)
             admit(exchange, request, self._facts(request, known, arrived_s))
-        elif self._may_estimate(request) or (engine := self._tokenizer()) is None:
+        elif (engine := self._tokenizer()) is None:
             admit(exchange, request, self._estimate(request, arrived_s))
         else:
             self._dispatcher._run(self._tokenise(engine, question, exchange, request, admit, arrived_s))

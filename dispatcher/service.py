@@ -392,7 +392,7 @@ class Dispatcher:
         if relay in self._homeless:
             self._homeless.remove(relay)
         self.fleet.held = len(self._held)
-        self.place_held()
+        self._tick()
 
     def _tell_outcome(self, relay: Relay, outcome: str) -> None:
         fields = relay.outcome()

@@ -104,7 +104,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, client: HttpClient):
         self.client = client
         self.transport: Any = None
-        self.parser: Any = None
+        self.parser = httptools.HttpResponseParser(self)
         self.call: Call | None = None
         self.calls = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -117,7 +117,6 @@ class _Connection(asyncio.Protocol):
         self.calls += 1
         self.answered = False
         self.headers = []
-        self.parser = httptools.HttpResponseParser(self)
         self.transport.write(request)
 
     def connection_made(self, transport: Any) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 import pytest
+import uvloop
 from emulated import FAST
 
 from fleetpilot.dispatcher.config import ServeConfig
@@ -214,7 +215,7 @@ async def soak(size: Size, seed: int = 7) -> dict[str, Any]:
     fleet = Fleet(profiles, dispatcher)
     await fleet.start()
     until_s = time.monotonic() + size.span_s
-    http = HttpClient(f"http://127.0.0.1:{fleet.dispatcher.port}")
+    http = HttpClient(f"http://127.0.0.1:{fleet.dispatcher.port}", connect_timeout_s=WAIT_S)
     seen: Counter[str] = Counter()
     clients = [
         asyncio.create_task(one_client(http, asked, expected, until_s, random.Random(number), seen))
@@ -259,7 +260,7 @@ async def books_agree(fleet: Fleet) -> list[tuple[float, int]]:
 
 
 def test_no_token_is_lost_or_doubled_while_the_fleet_churns(compiled: None) -> None:
-    found = asyncio.run(soak(SHORT))
+    found = uvloop.run(soak(SHORT))
     assert set(found["acts"]) == {"kill", "drain", "wedge"}
     assert found["counts"]["failovers"] > 0
     assert sum(book for book, _ in found["truth"]) > 0
@@ -269,7 +270,7 @@ def test_no_token_is_lost_or_doubled_while_the_fleet_churns(compiled: None) -> N
 
 @pytest.mark.skipif(os.environ.get("FLEETPILOT_SOAK") != "1", reason="takes 11 minutes; see make soak")
 def test_ten_minutes(compiled: None) -> None:
-    found = asyncio.run(soak(LONG))
+    found = uvloop.run(soak(LONG))
     memory_mib = found.pop("memory_mib")
     print(found, f"resident memory (MiB): {[round(m) for m in memory_mib[::10]]}, {memory_mib[-1]:.0f} at last")
     assert max(memory_mib[75:]) < 1.05 * max(memory_mib[25:50])
