@@ -21,6 +21,8 @@ Headers = Sequence[tuple[bytes, bytes]]
 _LOG = logging.getLogger("fleetpilot.dispatcher")
 
 _SWEEP_S = 1.0
+_MOST_QUEUED = 64
+"""Requests that a client may send on one connection before the first is answered; one that sends more is cut off."""
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
 
 
@@ -192,6 +194,7 @@ class _Connection(asyncio.Protocol):
         self.parser = httptools.HttpRequestParser(self)
         self.active: Exchange | None = None
         self.queue: deque[Exchange] = deque()
+        self.queued_bytes = 0
         self.refused = False
         self.since_s = self.server.loop.time()  # the last change between idle, reading and answering
         self.reading = False
@@ -290,7 +293,9 @@ class _Connection(asyncio.Protocol):
             self._handle(exchange)
         else:
             self.queue.append(exchange)
-            self.transport.pause_reading()
+            self.queued_bytes += len(exchange.body)
+            if len(self.queue) > _MOST_QUEUED or self.queued_bytes > self.server.limits.body_bytes:
+                self.transport.abort()  # to read no more would be not to see that the client leaves
 
     # the exchanges
 
@@ -316,8 +321,7 @@ class _Connection(asyncio.Protocol):
             self.transport.close()
         elif self.queue:
             following = self.queue.popleft()
-            if not self.queue:
-                self.transport.resume_reading()
+            self.queued_bytes -= len(following.body)
             self.server.loop.call_soon(self._handle, following)
 
     def refuse(self, status: int, message: str) -> None:

@@ -202,6 +202,36 @@ def test_a_client_that_leaves_is_told_to_the_handler_once() -> None:
     run(test())
 
 
+def test_a_client_that_sends_ahead_and_leaves_is_seen_to_leave() -> None:
+    async def test() -> None:
+        left: list[bytes] = []
+
+        def never(exchange: Exchange) -> None:
+            exchange.on_closed = lambda: left.append(exchange.body)
+
+        async with serving(never) as server:
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(post(b"0") + post(b"1"))
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.close()
+            async with asyncio.timeout(WAIT_S):
+                while server.connections:
+                    await asyncio.sleep(0.01)
+        assert left == [b"0"]
+
+    run(test())
+
+
+def test_a_client_that_sends_too_far_ahead_is_cut_off() -> None:
+    async def test() -> None:
+        async with serving(lambda exchange: None, body_bytes=1000) as server:
+            assert await said(server, post(b"0"), *(post(b"x" * 300) for _ in range(4))) == b""
+            assert await said(server, *(post(b"") for _ in range(80))) == b""
+
+    run(test())
+
+
 def test_connections_beyond_the_limit_are_closed() -> None:
     async def test() -> None:
         async with serving(connections=1) as server:
