@@ -29,8 +29,8 @@ from fleetpilot.agents.inference import MODES, WEIGHTS, Memory, decide, decide_r
 from fleetpilot.agents.schema import ARRAYS, SCHEMA_VERSION, feature_schema, sizes_for
 from fleetpilot.fleet.features import KINDS, features, features_for
 from fleetpilot.fleet.jit import UNCOMPILED, function_pointer
-from fleetpilot.fleet.policy import CHOOSE_SIGNATURE, CompiledPolicy, Policy, require_compiled
-from fleetpilot.fleet.view import Decision, FleetView, empty_view
+from fleetpilot.fleet.policy import CHOOSE_SIGNATURE, CompiledPolicy, Policy, answers, choose_at, require_compiled
+from fleetpilot.fleet.view import REJECT, Decision, FleetView, empty_view
 
 FORMAT = "fleetpilot-policy"
 CARD, NETWORK, ARRAYS_FILE, GOLDEN = "policy.json", "policy.onnx", "weights.npz", "golden.npz"
@@ -48,8 +48,8 @@ _GOLDEN_ROUNDING = 1e-6
 def load_policy(name: str) -> Policy:
     """A policy by name: a baseline's (`fleetpilot.baselines.load_policy`), one of `SHIPPED`, or an export's folder.
 
-    A folder is what exists as one or has a slash in it. Behind a ``?`` an export takes ``mode``:
-    ``runs/mine/export?mode=sample``.
+    A folder is what exists as one or has a slash in it. Behind a ``?`` an export takes ``mode`` and ``admission``:
+    ``runs/mine/export?mode=sample&admission=mooncake``.
 
     Raises:
         ValueError: there is no such policy, or the export cannot be used: naming file, value and what was expected.
@@ -59,9 +59,11 @@ def load_policy(name: str) -> Policy:
     if known or not (base in SHIPPED or is_export_name(base)):
         return baselines.load_policy(name)
     given = dict(parse_qsl(parameters, keep_blank_values=True))
-    if (question_mark and not given) or set(given) - {"mode"}:
-        raise ValueError(f"policy {name!r}: expected nothing but mode={' or mode='.join(MODES)} behind the ?")
-    policy = load_export(SHIPPED.get(base, Path(base)), given.get("mode"))
+    if (question_mark and not given) or set(given) - {"mode", "admission"}:
+        raise ValueError(
+            f"policy {name!r}: expected nothing but mode={' or mode='.join(MODES)} and admission=NAME behind the ?"
+        )
+    policy = load_export(SHIPPED.get(base, Path(base)), given.get("mode"), given.get("admission"))
     policy.name = name
     return policy
 
@@ -125,12 +127,22 @@ class LearnedPolicy(CompiledPolicy):
         mode: ``greedy``: the likeliest choice, or ``sample``: drawn, by the decision's random key, so the same for the
             same seed.
         digest: of the export.
+        admission: name of a baseline: a request that it would reject is rejected, which the network cannot do, unless a
+            candidate is idle. (If a cold cache makes all requests late, rejecting all would leave it cold.)
 
     Raises:
-        ValueError: the mode is not known, or the fallback is no compiled baseline, or an oracle bound.
+        ValueError: the mode is not known, or a baseline that is named is not compiled, or an oracle bound.
     """
 
-    def __init__(self, name: str, network: Network, fallback: str, mode: str = "greedy", digest: str = ""):
+    def __init__(
+        self,
+        name: str,
+        network: Network,
+        fallback: str,
+        mode: str = "greedy",
+        digest: str = "",
+        admission: str | None = None,
+    ):
         if mode not in MODES:
             raise ValueError(f"mode = {mode!r}: expected one of {', '.join(MODES)}")
         other = require_compiled("fallback", baselines.load_policy(fallback))
@@ -146,12 +158,18 @@ class LearnedPolicy(CompiledPolicy):
             sum(1 << kind for kind in other.kinds),
         )
         self._fallback = other  # must live
+        self._admission = None if admission is None else require_compiled("admission", baselines.load_policy(admission))
         self._address = self._memory.address
         self.network = network
         self.mode = mode
         self.digest = digest
 
         def choose(instances: Any, requests: Any, fleets: Any) -> int:
+            gate = self._admission
+            if gate is not None and not _any_idle(instances) and fleets[0].kind in gate.kinds:
+                said = gate.python_choose(instances, requests, fleets)
+                if said == REJECT:
+                    return said
             return decide(self._memory, instances, requests, fleets)
 
         super().__init__(name, choose, network.kinds)
@@ -166,7 +184,17 @@ class LearnedPolicy(CompiledPolicy):
         def choose(instances: Any, requests: Any, fleets: Any) -> int:
             return _call(decider, memory, instances, requests, fleets)
 
-        return numba.cfunc(CHOOSE_SIGNATURE, nogil=True)(choose)
+        if self._admission is None:
+            return numba.cfunc(CHOOSE_SIGNATURE, nogil=True)(choose)
+        gate, kinds = int(self._admission.address), sum(1 << kind for kind in self._admission.kinds)
+
+        def admit(instances: Any, requests: Any, fleets: Any) -> int:
+            asked = answers(kinds, fleets[0].kind) and not _any_idle(instances)
+            if asked and choose_at(gate, instances, requests, fleets) == REJECT:
+                return REJECT
+            return _call(decider, memory, instances, requests, fleets)
+
+        return numba.cfunc(CHOOSE_SIGNATURE, nogil=True)(admit)
 
     def reset(self, batch: int, seed: int) -> None:
         """Begin to count anew."""
@@ -174,6 +202,8 @@ class LearnedPolicy(CompiledPolicy):
 
     def decide(self, view: FleetView) -> Decision:
         """Choose for each row of the view."""
+        if self._admission is not None:
+            return super().decide(view)
         choice = np.empty(len(view), np.int64)
         decide_rows(self._address, view.instances, view.request, view.fleet, choice)
         return Decision(choice)
@@ -198,6 +228,17 @@ class LearnedPolicy(CompiledPolicy):
         arguments: tuple[Any, ...] = self._address, *inputs, *said
         score_rows(*arguments)
         return said
+
+
+def _idle(instances: Any) -> bool:
+    """Whether a candidate has nothing to do."""
+    idle = 0
+    for slot in range(len(instances)):
+        idle += instances[slot].candidate and instances[slot].in_flight == 0
+    return idle > 0
+
+
+_any_idle = _idle if UNCOMPILED else numba.njit(nogil=True)(_idle)
 
 
 def _decider() -> Any:
@@ -229,12 +270,13 @@ _call = _caller()
 # --- reading an export -----------------------------------------------------------------------------------------------
 
 
-def load_export(folder: Path, mode: str | None = None) -> LearnedPolicy:
+def load_export(folder: Path, mode: str | None = None, admission: str | None = None) -> LearnedPolicy:
     """The policy of an export.
 
     Args:
         folder: as ``fleetpilot export`` wrote it.
         mode: see `LearnedPolicy`; what the export says by default.
+        admission: see `LearnedPolicy`.
 
     Raises:
         ValueError: a file is missing, damaged or of another or a newer version; naming it and what was expected.
@@ -248,7 +290,7 @@ def load_export(folder: Path, mode: str | None = None) -> LearnedPolicy:
             raise ValueError(f"{folder / name}: damaged or of another export; expected SHA-256 {card['files'][name]}")
     network = _network(folder, card)
     digest = hashlib.sha256((folder / CARD).read_bytes()).hexdigest()[:16]
-    policy = LearnedPolicy(folder.name, network, card["fallback"], mode or card["mode"], digest)
+    policy = LearnedPolicy(folder.name, network, card["fallback"], mode or card["mode"], digest, admission)
     policy.decide(empty_view(1, 1))  # compile now, not at the first request
     policy.reset(1, 0)
     golden = _arrays(folder / GOLDEN, (*ARRAYS, "logits"))

@@ -3,8 +3,9 @@
 ``learned.toml`` fixes the cells - workloads at loads relative to the fleet's capacity - and their windows. On the
 validation windows all baselines run. The one that meets most targets in a cell is the learned policy's opponent there;
 the one that misses least over all cells is its opponent everywhere, for a fleet runs one policy. Both are met on the
-test windows. The report begins with how far the best baseline is from rules that know what no dispatcher does. On
-fleets of sizes that no training has seen it meets the opponent that is best at the usual size.
+test windows, and both are chosen twice: of all baselines, and of those that serve every request. The report begins with
+how far the best baseline is from rules that know what no dispatcher does. On fleets of sizes that no training has seen
+the policy meets the opponent that is best at the usual size.
 """
 
 from __future__ import annotations
@@ -167,20 +168,34 @@ def _of_workload(name: str, load: float, seeds: Sequence[int], share: float) -> 
 # --- the experiment ----------------------------------------------------------------------------------------------
 
 
+ANY, SERVING = "any baseline", "baselines that serve all"
+"""Groups of opponents: of the field, and of those that reject no request."""
+
+
+class Opponents(NamedTuple):
+    """Of a group: the best baseline of the validation windows.
+
+    Attributes:
+        of: cell -> its name.
+        everywhere: the one that misses least over all cells.
+    """
+
+    of: dict[str, str]
+    everywhere: str
+
+
 @dataclass(frozen=True)
 class Cell:
     """What came out in one cell.
 
     Attributes:
         name: of it.
-        opponent: the best baseline of the validation windows.
-        validation: misses there, in %, of all baselines and bounds.
+        opponents: group -> the best baseline of the validation windows.
         test: results on the test windows.
     """
 
     name: str
-    opponent: str
-    validation: dict[str, float]
+    opponents: dict[str, str]
     test: dict[str, PolicyResult]
 
 
@@ -200,50 +215,60 @@ def run(
         size: how much to run.
 
     Returns:
-        The room; then for each policy all cells together, each cell against its best baseline and against the one best
-        for all, and fleets of other sizes.
+        The room; then for each policy all cells together, each cell against the best baseline of each group, and fleets
+        of other sizes.
     """
     chosen = [name for name in names() if size.cells is None or name in size.cells]
-    validation: dict[str, dict[str, float]] = {}
+    misses: dict[str, dict[str, float]] = {}
+    rejecting: set[str] = set()
     for name in chosen:
         scenarios = cells(name, VALIDATION, size)
         runs = evaluate(scenarios, [*field(), *bounds()], out, seeds=(0,), workers=workers)
-        validation |= {result.name: _misses(result) for result in _collected(runs, scenarios)}
-    opponents = {cell: min(field(), key=of.__getitem__) for cell, of in validation.items()}
-    best = min(field(), key=lambda policy: np.mean([of[policy] for of in validation.values()]))
+        for result in _collected(runs, scenarios):
+            misses[result.name] = {of.policy: missed(of.pooled) for of in result.policies}
+            rejecting |= {of.policy for of in result.policies if of.pooled["requests"]["rejected"]}
+    serving = [policy for policy in field() if policy not in rejecting]
+    groups = {ANY: _best(misses, field()), SERVING: _best(misses, serving)}
     found = []
     for name in chosen:
         scenarios = cells(name, TEST, size)
-        met = dict.fromkeys([*policies, best, *(opponents[scenario.name] for scenario in scenarios)])
-        runs = evaluate(scenarios, list(met), out, seeds=range(size.seeds), workers=workers)
+        met = [
+            opponent
+            for group in groups.values()
+            for opponent in (group.everywhere, *(group.of[scenario.name] for scenario in scenarios))
+        ]
+        runs = evaluate(scenarios, [*dict.fromkeys([*policies, *met])], out, seeds=range(size.seeds), workers=workers)
         for result in _collected(runs, scenarios):
-            test = {policy.policy: policy for policy in result.policies}
-            found.append(Cell(result.name, opponents[result.name], validation[result.name], test))
-    sizes = _of_other_sizes(chosen, policies, opponents, out, workers, size)
-    return [_room(found), *(table for policy in policies for table in _answers(policy, best, found, sizes))]
+            opponents = {title: group.of[result.name] for title, group in groups.items()}
+            found.append(Cell(result.name, opponents, {policy.policy: policy for policy in result.policies}))
+    usual = [name for name in chosen if cell_name(name, plan()["sizes"]["load"]) in misses]
+    sizes = _of_other_sizes(usual, policies, groups, out, workers, size)
+    answers = [table for policy in policies for table in _answers(policy, groups, found, sizes)]
+    return [_room(misses, groups), *answers]
 
 
-Sized = tuple[str, str, dict[str, PolicyResult]]
-"""Cell, opponent, results."""
+def _best(misses: dict[str, dict[str, float]], policies: Sequence[str]) -> Opponents:
+    of = {cell: min(policies, key=values.__getitem__) for cell, values in misses.items()}
+    return Opponents(of, min(policies, key=lambda policy: np.mean([values[policy] for values in misses.values()])))
 
 
 def _of_other_sizes(
     chosen: Sequence[str],
     policies: Sequence[str],
-    opponents: dict[str, str],
+    groups: dict[str, Opponents],
     out: Path,
     workers: int | None,
     size: Size,
-) -> list[Sized]:
-    found: list[Sized] = []
-    for name in plan()["sizes"]["scenarios"]:
-        opponent = opponents.get(cell_name(name, plan()["sizes"]["load"]))
-        if name in chosen and opponent is not None:
-            scenarios = other_sizes(name, size)
-            met = list(dict.fromkeys([*policies, opponent]))
-            runs = evaluate(scenarios, met, out, seeds=range(size.seeds), workers=workers)
-            for result in _collected(runs, scenarios):
-                found.append((result.name, opponent, {policy.policy: policy for policy in result.policies}))
+) -> list[Cell]:
+    """Against the opponents of the usual size."""
+    found = []
+    for name in [name for name in plan()["sizes"]["scenarios"] if name in chosen]:
+        scenarios = other_sizes(name, size)
+        opponents = {title: group.of[cell_name(name, plan()["sizes"]["load"])] for title, group in groups.items()}
+        met = [*dict.fromkeys([*policies, *opponents.values()])]
+        runs = evaluate(scenarios, met, out, seeds=range(size.seeds), workers=workers)
+        for result in _collected(runs, scenarios):
+            found.append(Cell(result.name, opponents, {policy.policy: policy for policy in result.policies}))
     return found
 
 
@@ -251,10 +276,6 @@ def _collected(runs: Sequence[Any], scenarios: Sequence[Scenario]) -> Iterator[S
     """One at a time: all requests of all cells are gigabytes."""
     for scenario in scenarios:
         yield from collect([run for run in runs if run.summary["config"]["scenario"] == scenario.name])
-
-
-def _misses(result: ScenarioResult) -> dict[str, float]:
-    return {policy.policy: missed(policy.pooled) for policy in result.policies}
 
 
 def missed(summary: dict[str, Any]) -> float:
@@ -270,32 +291,41 @@ def by_window(result: PolicyResult) -> NDArray[np.float64]:
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
-def _room(found: Sequence[Cell]) -> Table:
-    """How far the best baseline of each cell is from the bounds, on the validation windows."""
+def _room(misses: dict[str, dict[str, float]], groups: dict[str, Opponents]) -> Table:
+    """How far the best baselines of each cell are from the bounds, on the validation windows."""
     known = bounds()
     rows = []
-    for cell in found:
-        misses = cell.validation[cell.opponent]
-        room = misses - min(cell.validation[bound] for bound in known)
-        rows.append([cell.name, cell.opponent, *map(number, (misses, *(cell.validation[of] for of in known), room))])
+    for cell, values in misses.items():
+        best = [group.of[cell] for group in groups.values()]
+        named = [text for policy in best for text in (policy, number(values[policy]))]
+        room = values[groups[SERVING].of[cell]] - min(values[bound] for bound in known)
+        rows.append([cell, *named, *map(number, (*(values[of] for of in known), room))])
     note = (
-        "Requests that missed a target, in %, on the validation windows. Room: what the best baseline misses less what "
-        "the best of the rules misses that know every answer's length. These are rules too, so a baseline can be "
-        "better (room below 0); what the best baseline misses is in any case the most that can be won."
+        "Requests that missed a target, in %, on the validation windows. Room: what the best baseline that serves all "
+        "misses less what the best of the rules misses that know every answer's length and serve all, too. These are "
+        "rules, so a baseline can be better (room below 0); what the best baseline misses is in any case the most that "
+        "can be won. In overload whoever rejects early misses less than any that serves all."
     )
-    header = ["cell", "best baseline", "misses %", *known, "room"]
+    named = [text for title in groups for text in (f"best of {title}", "misses %")]
+    header = ["cell", *named, *known, "room"]
     return Table("Room", header, [[Text(text) for text in row] for row in rows], note)
 
 
-def _answers(policy: str, best: str, found: Sequence[Cell], sizes: Sequence[Sized]) -> list[Table]:
+def _answers(policy: str, groups: dict[str, Opponents], found: Sequence[Cell], sizes: Sequence[Cell]) -> list[Table]:
     """Of one learned policy."""
-    each = {cell.name: (cell.test[policy], cell.test[cell.opponent]) for cell in found}
-    one = {cell.name: (cell.test[policy], cell.test[best]) for cell in found}
+
+    def against(cells_of: Sequence[Cell], title: str) -> Pairs:
+        return {cell.name: (cell.test[policy], cell.test[cell.opponents[title]]) for cell in cells_of}
+
+    rows: dict[str, Pairs] = {}
+    for title, group in groups.items():
+        rows[f"the best of {title} in each cell"] = against(found, title)
+        everywhere = {cell.name: (cell.test[policy], cell.test[group.everywhere]) for cell in found}
+        rows[f"the best of {title} over all cells, {group.everywhere}"] = everywhere
     return [
-        _summary(policy, {"the best baseline of each cell": each, f"{best} everywhere": one}),
-        _cells(f"{policy}: against the best baseline of each cell", each),
-        _cells(f"{policy}: against {best} everywhere", one),
-        _cells(f"{policy}: fleets of other sizes", {name: (of[policy], of[other]) for name, other, of in sizes}),
+        _summary(policy, rows),
+        *(_cells(f"{policy}: against the best of {title} in each cell", against(found, title)) for title in groups),
+        *(_cells(f"{policy}: fleets of other sizes, against {title}", against(sizes, title)) for title in groups),
     ]
 
 

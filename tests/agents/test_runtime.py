@@ -25,12 +25,14 @@ from fleetpilot.agents.schema import SCHEMA_VERSION, sizes_for
 from fleetpilot.agents.scorer import SetScorer, likeliest
 from fleetpilot.cluster import FleetConfig
 from fleetpilot.cluster.simulation import simulate
+from fleetpilot.cluster.state import REJECTED
 from fleetpilot.envs import FleetVectorEnv
 from fleetpilot.evaluation import Scenario, evaluate
+from fleetpilot.evaluation.experiments.learned import Size, cells
 from fleetpilot.fleet.features import INSTANCE_FEATURES
 from fleetpilot.fleet.jit import UNCOMPILED
 from fleetpilot.fleet.profiles import load_profile
-from fleetpilot.fleet.view import NONE, FleetView
+from fleetpilot.fleet.view import NONE, REJECT, FleetView
 from fleetpilot.workloads import workload
 
 VIEWS = 640 if UNCOMPILED else 10_240
@@ -245,6 +247,47 @@ def test_an_export_that_is_not_right_is_refused(case: str, exported: Path, tmp_p
     damage(folder)
     with pytest.raises(ValueError, match=message):
         load_policy(str(folder))
+
+
+def test_what_the_admission_rejects_is_rejected_unless_an_instance_is_idle() -> None:
+    network = network_of(some_scorer(), (0,))
+    plain = LearnedPolicy("p", network, "lmetric")
+    admitting = LearnedPolicy("q", network, "lmetric", admission="mooncake")
+    gate = load_policy("mooncake")
+    envs = FleetVectorEnv(32, scenario="bursty", instances=3, load=1.5, scored_requests=40, warmup_requests=40)
+    envs.reset(seed=1)
+    turned_away = 0
+    for _ in range(40):
+        placed, said = plain.decide(envs.view).choice, gate.decide(envs.view).choice
+        instances = envs.view.instances
+        idle = np.any((instances["candidate"] != 0) & (instances["in_flight"] == 0), axis=1)
+        rejected = (said == REJECT) & ~idle
+        np.testing.assert_array_equal(admitting.decide(envs.view).choice, np.where(rejected, REJECT, placed))
+        turned_away += rejected.sum()
+        envs.step(np.where(placed == NONE, 3, placed))
+    assert turned_away > 0
+
+
+def test_with_an_admission_the_simulator_decides_as_outside() -> None:
+    network = network_of(some_scorer(), (0,))
+    admitting = LearnedPolicy("p", network, "lmetric", admission="mooncake")
+    (cell,) = cells("bursty", "development", Size(windows=1, share=0.05, loads=(1.05,)))
+
+    class Outside:
+        name, kinds, reset, decide = "outside", admitting.kinds, admitting.reset, admitting.decide
+
+    inside = simulate(cell.segments[0], cell.fleet, admitting).requests
+    assert inside.tobytes() == simulate(cell.segments[0], cell.fleet, Outside()).requests.tobytes()
+    assert 0 < np.sum(inside["status"] == REJECTED) < len(inside)
+
+
+@pytest.mark.parametrize(
+    ("admission", "message"),
+    [("best", "policy 'best' is not known"), ("oracle-past-future", "admission"), ("preble", "expected a compiled")],
+)
+def test_an_admission_that_cannot_be_is_refused(admission: str, message: str, exported: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_policy(f"{exported}?admission={admission}")
 
 
 @pytest.mark.parametrize("name", ["?", "?mode=best", "?temperature=2", "?mode=greedy&x=1"])

@@ -28,12 +28,15 @@ def test_it_begins_with_the_room_and_judges_every_cell(small: tuple[Path, list[T
     room, summary, *against = small[1]
     assert room.title == "Room"
     assert [row[0].text for row in room.rows] == ["bursty at 0.95", "azure-conv at 0.95"]
-    assert len(against) == 3
+    assert len(against) == 4
     assert [row[0].text for row in against[-1].rows] == ["bursty at 0.95, 2 instances"]
     for table in (room, summary, *against):
         assert all(len(row) == len(table.header) for row in table.rows)
     verdicts = [row[summary.header.index("better") :] for row in summary.rows]
-    assert [sum(int(cell.text) for cell in row) for row in verdicts] == [2, 2]
+    assert [sum(int(cell.text) for cell in row) for row in verdicts] == [2, 2, 2, 2]
+    rejecting = room.header.index("best of any baseline"), room.header.index("best of baselines that serve all")
+    assert "mooncake" in [row[rejecting[0]].text for row in room.rows]
+    assert "mooncake" not in [row[rejecting[1]].text for row in room.rows]
 
 
 def test_opponents_are_chosen_on_windows_that_do_not_score(
