@@ -7,7 +7,16 @@ if not __name__.startswith("fleetpilot."):
     raise ImportError("import fleetpilot.cluster, not cluster")
 
 from fleetpilot.cluster.batch import ClusterBatch
-from fleetpilot.cluster.config import Failures, FleetConfig, Pools, Rebalancing, Scaling, Telemetry, fleet_of
+from fleetpilot.cluster.config import (
+    Failures,
+    FleetConfig,
+    Pools,
+    Rebalancing,
+    Scaling,
+    SharedCache,
+    Telemetry,
+    fleet_of,
+)
 from fleetpilot.cluster.simulation import RunLog, simulate, simulate_stream
 
 __all__ = [
@@ -18,6 +27,7 @@ __all__ = [
     "Rebalancing",
     "RunLog",
     "Scaling",
+    "SharedCache",
     "Telemetry",
     "fleet_of",
     "simulate",

@@ -221,6 +221,36 @@ class Pools:
         return cls(("prefill",) * prefill + ("decode",) * decode + ("mixed",) * mixed, **options)
 
 
+@dataclass(frozen=True)
+class SharedCache:
+    """A store of KV blocks behind the prefix caches of all instances, as host memory or Redis (docs/model.md).
+
+    Attributes:
+        capacity_bytes: of KV.
+        bandwidth_bytes_per_s: of its way out, shared by all loads.
+        round_trip_s: of each load, before its bytes come.
+        ttl_s: blocks that nobody has stored or loaded for so long are gone.
+        updates_s: times at which the model is updated: what it holds then is worthless.
+
+    The default bandwidth is that of a 100 Gb/s network.
+    """
+
+    capacity_bytes: float
+    bandwidth_bytes_per_s: float = 12.5e9
+    round_trip_s: float = 0.001
+    ttl_s: float = math.inf
+    updates_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _expect(self, "capacity_bytes", _number(1.0, 1e18))
+        _expect(self, "bandwidth_bytes_per_s", _number(1.0, 1e15))
+        _expect(self, "round_trip_s", _number(0.0, _LONGEST_S))
+        _expect(self, "ttl_s", _number(LEAST_INTERVAL_S, math.inf))
+        words, holds = _number(0.0, _LONGEST_S)
+        if not (isinstance(self.updates_s, tuple) and all(holds(time_s) for time_s in self.updates_s)):
+            raise ValueError(f"updates_s = {self.updates_s!r}: expected a tuple of times, each {words}")
+
+
 Expectation = tuple[str, Callable[[Any], bool]]
 """In words, and as a test."""
 
@@ -263,6 +293,7 @@ class FleetConfig:
         scaling: see `Scaling`; None: all instances are ready from start to end.
         failures: see `Failures`; None: no instance fails.
         pools: see `Pools`; None: all instances are mixed.
+        shared_cache: see `SharedCache`; None: each instance has its own cache alone.
     """
 
     profiles: tuple[HardwareProfile, ...]
@@ -274,14 +305,21 @@ class FleetConfig:
     scaling: Scaling | None = None
     failures: Failures | None = None
     pools: Pools | None = None
+    shared_cache: SharedCache | None = None
 
     def __post_init__(self) -> None:
         if not self.profiles:
             raise ValueError("profiles: got no instance, expected at least one")
         if not self.slo_classes:
             raise ValueError("slo_classes: got none, expected at least one")
-        kinds = (("rebalancing", Rebalancing), ("scaling", Scaling), ("failures", Failures), ("pools", Pools))
-        for name, kind in kinds:
+        kinds: dict[str, type] = {
+            "rebalancing": Rebalancing,
+            "scaling": Scaling,
+            "failures": Failures,
+            "pools": Pools,
+            "shared_cache": SharedCache,
+        }
+        for name, kind in kinds.items():
             expectation = (
                 f"a {kind.__name__}, or None",
                 lambda value, kind=kind: value is None or isinstance(value, kind),
@@ -307,6 +345,25 @@ class FleetConfig:
 
         if self.pools is not None:
             self._check_pools(self.pools)
+        if self.shared_cache is not None:
+            self._check_exchange("shared_cache")
+            for profile in self.profiles:
+                if not profile.prefix_cache:
+                    raise ValueError(f"shared_cache with {profile.name}: expected engines with a prefix cache")
+
+    def _check_exchange(self, what: str) -> None:
+        """Instances exchange KV in whole blocks, and prefill what is left in chunks."""
+        first = self.profiles[0]
+        for profile in dict.fromkeys(self.profiles):
+            if profile.scheduler != "chunked":
+                raise ValueError(f"{what} with {profile.name}: expected engines with chunked prefill")
+            for name in ("block_size", "kv_bytes_per_token"):
+                value, expected = getattr(profile, name), getattr(first, name)
+                if value != expected:
+                    raise ValueError(
+                        f"{what}: {name} of {profile.name} = {value}: expected {expected}, that of {first.name}, as KV "
+                        "is exchanged"
+                    )
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -318,17 +375,7 @@ class FleetConfig:
             raise ValueError(
                 f"pools: got {len(pools.roles)} roles, expected {len(self.profiles)}, one for each instance"
             )
-        first = self.profiles[0]
-        for profile in dict.fromkeys(self.profiles):
-            if profile.scheduler != "chunked":
-                raise ValueError(f"pools with {profile.name}: expected engines with chunked prefill")
-            for name in ("block_size", "kv_bytes_per_token"):
-                value, expected = getattr(profile, name), getattr(first, name)
-                if value != expected:
-                    raise ValueError(
-                        f"pools: {name} of {profile.name} = {value}: expected {expected}, that of {first.name}, as KV "
-                        "is handed over"
-                    )
+        self._check_exchange("pools")
         if self.scaling is not None and self.scaling.ready < pools.least():
             raise ValueError(
                 f"ready = {self.scaling.ready} with pools: expected {pools.least()} at least, or nobody can "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
+
 from fleetpilot.cluster.state import HANDING_OVER, IDLE, NEVER, NIL, PROTOCOL_VLLM, State, as_records
 
 
@@ -30,6 +32,7 @@ def check(state: State, e: int = 0) -> None:
         _check_transfers(s, g)
         _check_blocks(s, g)
         _check_decodes(s, g)
+    _check_shared_cache(s, e)
     if env.decision_slot != NIL and s.slot[env.decision_slot].instance == NIL:
         places[int(env.decision_slot)] = 1  # asked about now; held if it is asked again
     active = {int(i) for i in range(env.slot0, env.slot0 + env.used_slots) if s.slot[i].row != NIL}
@@ -41,6 +44,20 @@ def check(state: State, e: int = 0) -> None:
 
 def _held(s: State, e: int) -> Iterator[int]:
     return _list(s, s.env[e].held_head if s.env[e].held > 0 else NIL)
+
+
+def _check_shared_cache(s: State, e: int) -> None:
+    env = s.env[e]
+    if env.shared_cache == 0:
+        return
+    held = int(s.shared["blocks"][env.node0 : env.node0 + env.nodes].sum())
+    assert held == env.shared_held_blocks, f"the shared cache holds {held} blocks, counted {env.shared_held_blocks}"
+    assert held <= env.shared_capacity_blocks, f"the shared cache holds {held} of {env.shared_capacity_blocks} blocks"
+    listed, node = set(), int(env.shared_head)
+    while node != NIL:
+        listed.add(node)
+        node = int(s.shared[env.node0 + node].next)
+    assert listed == set(np.flatnonzero(s.shared["blocks"][env.node0 : env.node0 + env.nodes]).tolist())
 
 
 def _list(s: State, index: int) -> Iterator[int]:
@@ -70,7 +87,7 @@ def _pulls(s: State, g: int) -> list[int]:
 def _exports(s: State, g: int) -> list[int]:
     """Requests whose KV the instance holds until another one has pulled it."""
     env = s.env[s.instance[g].env]
-    if env.pools == 0:
+    if env.transfers == 0:
         return []
     slots = range(env.slot0, env.slot0 + env.used_slots)
     return [i for i in slots if s.slot[i].row != NIL and s.transfer[i].source == g]

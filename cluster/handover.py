@@ -14,7 +14,7 @@ from fleetpilot.cluster.kv_cache import release
 from fleetpilot.cluster.memory import engine_at, instance_at, next_at, slot_at, transfer_at, view_instance_at
 from fleetpilot.cluster.requests import leave_ledger
 from fleetpilot.cluster.scheduler import enqueue
-from fleetpilot.cluster.state import IDLE, NIL, UNDECIDED
+from fleetpilot.cluster.state import IDLE, NIL, SHARED_CACHE, UNDECIDED
 from fleetpilot.cluster.telemetry import clock_s, remember_prefix
 from fleetpilot.cluster.unstarted import enter_unstarted
 from fleetpilot.fleet import ledger
@@ -123,12 +123,21 @@ def let_go(s: Any, env: Any, index: int, time_s: float) -> int:
 
 @kernel
 def end_pull(s: Any, env: Any, g: int, index: int, time_s: float) -> int:
-    """The KV is there: the request joins the batch at the next boundary. Returns the instance that held it."""
+    """The KV is there: the request joins the batch at the next boundary.
+
+    Returns the instance that held it, or SHARED_CACHE.
+    """
+    transfer = transfer_at(s, index)
     slot, inst, engine = slot_at(s, index), instance_at(s, g), engine_at(s, g)
     interrupt(s, env, g, time_s)
     links.end(s, env, index, time_s)
-    source = let_go(s, env, index, time_s)
-    slot.computed_tokens = slot.prefill_tokens - 1
+    source = transfer.source
+    if source == SHARED_CACHE:
+        transfer.source = NIL
+        slot.computed_tokens += transfer.loaded_blocks * engine.block_size
+    else:
+        let_go(s, env, index, time_s)
+        slot.computed_tokens = slot.prefill_tokens - 1
     if engine.prefix_cache != 0:
         prefix_cache.fill(s, inst, slot, slot.computed_tokens, engine.block_size)
     slot.next = NIL
@@ -170,7 +179,7 @@ def undecided(s: Any, env: Any, index: int) -> bool:
 
 @kernel
 def first_pull(s: Any, env: Any, g: int) -> int:
-    """The first request whose KV the instance pulls, or NIL."""
+    """The first request whose KV the instance pulls or loads, or NIL."""
     index = instance_at(s, g).transfers
     while index != NIL and index < env.slot0:
         index = transfer_at(s, index).next

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpilot.cluster import handover, heap, lifecycle, migration
+from fleetpilot.cluster import handover, heap, lifecycle, migration, prefix_cache, shared_cache
 from fleetpilot.cluster.iterations import account, record_load
 from fleetpilot.cluster.kv_cache import available_blocks, release, steps_that_fit
 from fleetpilot.cluster.memory import (
@@ -169,6 +169,8 @@ def _end_prefill(s: Any, env: Any, g: int, time_s: float) -> None:
             position = inst.in_batch - 1
             while batch_at(s, inst.batch0 + position).slot != index:
                 position -= 1
+            if env.shared_cache != 0 and prefix_cache.leaf(slot) >= 0:
+                shared_cache.store(s, env, inst, slot, slot.computed_tokens, engine.block_size, time_s)
             if env.pools != 0 and _decodes_elsewhere(s, env, slot, index):
                 _leave_after_prefill(s, env, g, index, position, time_s)
             else:
@@ -235,6 +237,8 @@ def _finish(s: Any, e: int, g: int, index: int, time_s: float) -> None:
     engine = engine_at(s, g)
     slot = slot_at(s, index)
     computed = leave_decodes(s, inst, engine, slot)
+    if env.shared_cache != 0 and prefix_cache.leaf(slot) >= 0:
+        shared_cache.store(s, env, inst, slot, computed, engine.block_size, time_s)
     release(s, inst, engine, index, computed, (computed + engine.block_size - 1) // engine.block_size, False)
     streamed_tokens = slot.output_tokens - slot.restart_tokens
     inst.streamed_tokens -= streamed_tokens
@@ -341,7 +345,7 @@ def _first_boundary(s: Any, env: Any) -> int:
 def _run_instances(s: Any, e: int, until_s: float) -> bool:
     """Boundaries before `until_s`. False if a completion may have brought the next arrival or hold retry forward."""
     env = env_at(s, e)
-    coupled = env.closed_loop != 0 or env.held != 0 or env.stopping != 0 or env.pools != 0
+    coupled = env.closed_loop != 0 or env.held != 0 or env.stopping != 0 or env.transfers != 0
     stopping = env.stopping
     active = env.active
     g = env.instance0
@@ -432,8 +436,9 @@ def arrive(s: Any, e: int, row_index: int, time_s: float) -> int:
     slot.started = 0
     slot.sat_out = 0
     slot.missed = 0
-    if env.pools != 0:
+    if env.transfers != 0:
         transfer = transfer_at(s, index)
+        transfer.loaded_tokens = 0
         transfer.source = NIL
         transfer.decode_instance = NIL
         transfer.prefill_instance = NIL

@@ -34,6 +34,7 @@ from fleetpilot.cluster.state import (
     NEVER,
     NIL,
     PROTOCOL_VLLM,
+    SHARED_CACHE,
     SOURCE_DIED,
 )
 from fleetpilot.fleet.jit import inlined, kernel
@@ -269,7 +270,7 @@ def _clear(s: Any, env: Any, g: int, time_s: float) -> None:
         following = slot_at(s, index).next
         send_back(s, env, index)
         index = following
-    if env.pools != 0:
+    if env.transfers != 0:
         _clear_pulls(s, env, g, time_s)
     index = inst.head
     while index != NIL:
@@ -293,7 +294,10 @@ def _clear_pulls(s: Any, env: Any, g: int, time_s: float) -> None:
     index = handover.first_pull(s, env, g)
     while index != NIL:
         links.end(s, env, index, time_s)
-        leave_if_drained(s, env, handover.let_go(s, env, index, time_s), time_s)
+        if transfer_at(s, index).source == SHARED_CACHE:
+            transfer_at(s, index).source = NIL
+        else:
+            leave_if_drained(s, env, handover.let_go(s, env, index, time_s), time_s)
         send_back(s, env, index)
         index = handover.first_pull(s, env, g)
     index = inst.head
@@ -404,7 +408,9 @@ def _end_pulls(s: Any, env: Any, time_s: float) -> None:
         if index == NIL:
             g += 1
         else:
-            leave_if_drained(s, env, handover.end_pull(s, env, g, index, time_s), time_s)
+            source = handover.end_pull(s, env, g, index, time_s)
+            if source != SHARED_CACHE:
+                leave_if_drained(s, env, source, time_s)
             g = env.instance0
 
 
@@ -446,6 +452,6 @@ def handle_events(s: Any, e: int, time_s: float) -> None:
             moves.end_stage(s, env, g, time_s)
             leave_if_drained(s, env, g, time_s)
             leave_if_drained(s, env, destination, time_s)
-    if env.pools != 0:
+    if env.transfers != 0:
         _end_pulls(s, env, time_s)
     env.next_event_s = next_event_s(s, env)

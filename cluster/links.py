@@ -1,4 +1,6 @@
-"""Links between instances: copies of KV that share them (docs/model.md). Only fleets with pools keep account of that.
+"""Links between instances: copies of KV that share them (docs/model.md).
+
+Only fleets with pools or a shared cache keep account of that.
 
 Each instance has one way in and one way out. A transfer is named by a slot: that of the request whose KV is pulled, or
 the shadow of the migration from an instance (stock_migration.py), which has that instance's index.
@@ -11,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from fleetpilot.cluster.memory import instance_at, migration_at, transfer_at
-from fleetpilot.cluster.state import NIL
-from fleetpilot.fleet.jit import kernel
+from fleetpilot.cluster.state import NIL, SHARED_CACHE
+from fleetpilot.fleet.jit import inlined, kernel
 
 
 @kernel
@@ -26,7 +28,7 @@ def begin(
     bandwidth_bytes_per_s: float,
     time_s: float,
 ) -> None:
-    """So many bytes begin to be copied from one instance to another, the `ends`."""
+    """So many bytes begin to be copied from one instance, or the shared cache, to an instance: the `ends`."""
     source, destination = ends
     transfer, inst = transfer_at(s, index), instance_at(s, destination)
     transfer.source = source
@@ -46,7 +48,7 @@ def begin(
             last = transfer_at(s, last).next
         transfer_at(s, last).next = index
     inst.inbound += 1
-    instance_at(s, source).outgoing += 1
+    _count(s, env, source, 1)
     _share(s, env, source, destination, time_s)
 
 
@@ -64,8 +66,18 @@ def end(s: Any, env: Any, index: int, time_s: float) -> None:
             before = transfer_at(s, before).next
         transfer_at(s, before).next = transfer.next
     inst.inbound -= 1
-    instance_at(s, source).outgoing -= 1
+    _count(s, env, source, -1)
     _share(s, env, source, destination, time_s)
+
+
+@inlined
+def _count(s: Any, env: Any, source: int, change: int) -> int:
+    """Transfers from there, with so many more."""
+    if source == SHARED_CACHE:
+        env.shared_loads += change
+        return env.shared_loads  # type: ignore[no-any-return]
+    instance_at(s, source).outgoing += change
+    return instance_at(s, source).outgoing  # type: ignore[no-any-return]
 
 
 @kernel
@@ -79,7 +91,7 @@ def _share(s: Any, env: Any, source: int, destination: int, time_s: float) -> No
         while index != NIL:
             transfer = transfer_at(s, index)
             if transfer.source == source or g == destination:
-                share = max(instance_at(s, transfer.source).outgoing, instance_at(s, g).inbound)
+                share = max(_count(s, env, transfer.source, 0), instance_at(s, g).inbound)
                 if share != transfer.share and transfer.end_s > time_s:
                     _go_on(transfer, share, time_s)
                     if index < env.slot0:
@@ -104,7 +116,7 @@ def _go_on(transfer: Any, share: int, time_s: float) -> None:
 
 @kernel
 def next_end_s(s: Any, env: Any, g: int) -> float:
-    """When the next request whose KV is pulled by the instance is there."""
+    """When the next request whose KV the instance pulls or loads is there."""
     time_s = np.inf
     index = instance_at(s, g).transfers
     while index != NIL:

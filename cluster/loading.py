@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.cluster.config import PROTOCOLS, REQUEST_CHOICES, Failures, FleetConfig
+from fleetpilot.cluster.config import PROTOCOLS, REQUEST_CHOICES, Failures, FleetConfig, SharedCache
 from fleetpilot.cluster.state import (
     ENGINE,
     INSTANCE,
@@ -209,7 +209,9 @@ def capacity_for(
         closed_rows=closed_rows,
         classes=max(len(fleet.slo_classes) for fleet in fleets),
         failures=max(len(fleet.failures.at) if fleet.failures else 0 for fleet in fleets),
-        pools=any(fleet.pools is not None for fleet in fleets),
+        transfers=any(fleet.pools is not None or fleet.shared_cache is not None for fleet in fleets),
+        shared_cache=any(fleet.shared_cache is not None for fleet in fleets),
+        updates=max(len(fleet.shared_cache.updates_s) if fleet.shared_cache else 0 for fleet in fleets),
         **sizes,  # type: ignore[arg-type]
     )
 
@@ -283,8 +285,9 @@ def load_fleet(
     for i, profile in enumerate(fleet.profiles):
         _plain(views)[i] = _static_view(profile)
     views["slot"][:n] = np.arange(n)
-    if size.pools:
+    if fleet.pools is not None:
         instance["role"] = views["role"][:n] = [ROLES.index(role) for role in fleet.roles]
+    if size.transfers:
         state.transfer["source"][these] = NIL
 
 
@@ -336,6 +339,8 @@ def load_env(
     _load_moves(env, fleet, kinds)
     _load_scaling(env, fleet, kinds)
     _load_pools(env, fleet, kinds)
+    if fleet.shared_cache is not None:
+        _load_shared_cache(state, size, e, fleet, fleet.shared_cache)
     env["failure0"] = e * size.failures
     failures = Failures() if fleet.failures is None else fleet.failures
     given = [(time_s, max(0.0, time_s - failures.notice_s), instance) for time_s, instance in sorted(failures.at)]
@@ -381,12 +386,30 @@ def _load_pools(env: np.void, fleet: FleetConfig, kinds: Collection[int]) -> Non
     if fleet.pools is None:
         return
     env["pools"] = 1
+    env["transfers"] = 1
     env["knows_prefill"] = KIND_PREFILL in kinds
     env["knows_decode"] = KIND_DECODE in kinds
     env["first_token_from_prefill"] = fleet.pools.first_token_from == "prefill"
     env["decode_after_prefill"] = fleet.pools.decode_choice == "after_prefill"
     env["pull_round_trip_s"] = fleet.pools.round_trip_s
     env["pull_bandwidth_bytes_per_s"] = fleet.pools.bandwidth_bytes_per_s
+
+
+def _load_shared_cache(state: State, size: Capacity, e: int, fleet: FleetConfig, cache: SharedCache) -> None:
+    """An empty store."""
+    env = state.env[e]
+    env["shared_cache"] = 1
+    env["transfers"] = 1
+    block_bytes = fleet.profiles[0].kv_bytes_per_token * fleet.profiles[0].block_size
+    env["shared_capacity_blocks"] = int(cache.capacity_bytes // block_bytes)
+    env["shared_head"] = env["shared_tail"] = NIL
+    env["shared_ttl_s"] = cache.ttl_s
+    env["shared_round_trip_s"] = cache.round_trip_s
+    env["shared_bandwidth_bytes_per_s"] = cache.bandwidth_bytes_per_s
+    env["update0"] = e * size.updates
+    env["updates"] = len(cache.updates_s)
+    state.update["time_s"][e * size.updates : e * size.updates + len(cache.updates_s)] = sorted(cache.updates_s)
+    _clear(state.shared[e * size.nodes : (e + 1) * size.nodes])
 
 
 def load_table(state: State, size: Capacity, e: int, table: RequestTable) -> None:

@@ -134,6 +134,8 @@ migration_at = _accessor("migration")
 migration_log_at = _accessor("migration_log")
 failure_at = _accessor("failure")
 transfer_at = _accessor("transfer")
+shared_at = _accessor("shared")
+update_at = _accessor("update")
 itl_at = _accessor("itl")
 
 released_heap = _whole("released")

@@ -135,7 +135,7 @@ def _copy(s: Any, env: Any, g: int, blocks: int, time_s: float) -> None:
     migration.sent_blocks += blocks
     copied_bytes = blocks * engine.kv_bytes_per_block
     migration.end_s = time_s + (env.round_trip_s + copied_bytes / env.bandwidth_bytes_per_s)
-    if env.pools != 0:
+    if env.transfers != 0:
         ends = (g, migration.destination)
         links.begin(s, env, g, ends, env.round_trip_s, copied_bytes, env.bandwidth_bytes_per_s, time_s)
 
@@ -143,7 +143,7 @@ def _copy(s: Any, env: Any, g: int, blocks: int, time_s: float) -> None:
 @inlined
 def _end_copy(s: Any, env: Any, g: int, time_s: float) -> None:
     """The stage is copied, or not wanted any more."""
-    if env.pools != 0 and transfer_at(s, g).source != NIL:
+    if env.transfers != 0 and transfer_at(s, g).source != NIL:
         links.end(s, env, g, time_s)
         transfer_at(s, g).source = NIL
 

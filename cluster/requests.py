@@ -71,8 +71,10 @@ def log_request(s: Any, env: Any, index: int, status: int, end_s: float) -> None
     entry.downtime_s = slot.downtime_s
     entry.prefill_instance = NIL
     entry.handover_s = 0.0
-    if env.pools != 0:
+    entry.loaded_tokens = 0
+    if env.transfers != 0:
         transfer = transfer_at(s, index)
+        entry.loaded_tokens = transfer.loaded_tokens
         entry.handover_s = transfer.handover_s
         if transfer.prefill_instance != NIL:
             entry.prefill_instance = transfer.prefill_instance - env.instance0

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from fleetpilot.cluster import links, prefix_cache
+from fleetpilot.cluster import links, prefix_cache, shared_cache
 from fleetpilot.cluster.kv_cache import available_blocks, blocks_for, decode_demand, release, take
 from fleetpilot.cluster.memory import batch_at, env_at, residue_at, slot_at, transfer_at
-from fleetpilot.cluster.state import MODE_CHUNKED, MODE_PREFILL_FIRST, NEVER, NIL
+from fleetpilot.cluster.state import MODE_CHUNKED, MODE_PREFILL_FIRST, NEVER, NIL, SHARED_CACHE
 from fleetpilot.fleet.cost_model import base_time_s, leap_end_s
 from fleetpilot.fleet.jit import inlined, kernel
 
@@ -171,7 +171,7 @@ def _demand(s: Any, inst: Any, engine: Any, position: int, budget: int) -> tuple
         computed = slot.prompt_tokens + slot.generated + inst.steps_done - 1
         return (1 if computed % engine.block_size == 0 else 0), 1
     chunk = min(slot.prefill_tokens - slot.computed_tokens, budget)
-    return blocks_for(slot.computed_tokens + chunk, engine.block_size) - slot.held_blocks, chunk
+    return max(0, blocks_for(slot.computed_tokens + chunk, engine.block_size) - slot.held_blocks), chunk
 
 
 @inlined
@@ -179,7 +179,7 @@ def _chunk(s: Any, inst: Any, engine: Any, index: int, chunk: int) -> float:
     """The request prefills so many tokens in the next iteration (blocks are taken already). Returns its share of Q."""
     slot = slot_at(s, index)
     slot.chunk_tokens = chunk
-    slot.held_blocks = blocks_for(slot.computed_tokens + chunk, engine.block_size)
+    slot.held_blocks = max(slot.held_blocks, blocks_for(slot.computed_tokens + chunk, engine.block_size))
     if engine.prefix_cache != 0:
         prefix_cache.fill(s, inst, slot, slot.computed_tokens + chunk, engine.block_size)
     slot.next = NIL
@@ -234,16 +234,9 @@ def _pull(s: Any, inst: Any, engine: Any, index: int, time_s: float) -> bool:
     blocks = blocks_for(slot.prefill_tokens, size)
     if blocks - matched + unpinned > available_blocks(inst):
         return False
-    dequeue(s, inst, engine, index)
     inst.remote -= 1
-    inst.pulls += 1
-    if engine.prefix_cache != 0:
-        prefix_cache.pin(s, inst, index, matched, size)
-    take(s, inst, blocks - matched)
-    slot.held_blocks = blocks
-    slot.computed_tokens = matched * size
-    inst.prefix_queries_tokens += slot.prefill_tokens
-    inst.prefix_hits_tokens += matched * size
+    transfer.loaded_blocks = 0
+    _await(s, inst, engine, index, matched)
     copied_bytes = (blocks_for(slot.prefill_tokens - 1, size) - matched) * engine.kv_bytes_per_block
     ends = (transfer.source, slot.instance)
     links.begin(s, env, index, ends, env.pull_round_trip_s, copied_bytes, env.pull_bandwidth_bytes_per_s, time_s)
@@ -251,15 +244,54 @@ def _pull(s: Any, inst: Any, engine: Any, index: int, time_s: float) -> bool:
 
 
 @kernel
-def _take_in(s: Any, inst: Any, engine: Any, time_s: float) -> float:
-    """The first request whose KV has been pulled joins the batch, to compute its last token. Returns its share of Q."""
+def _load(s: Any, inst: Any, engine: Any, index: int, matched: int, blocks: int, time_s: float) -> None:
+    """The request's blocks from the `matched` first ones to `blocks` begin to be loaded from the shared cache."""
+    slot, transfer, env = slot_at(s, index), transfer_at(s, index), env_at(s, inst.env)
+    shared_cache.load(s, env, inst, slot, engine.block_size, matched, blocks, time_s)
+    if not np.isnan(slot.preempted_s):
+        inst.preempted_waiting -= 1
+    if np.isnan(slot.admitted_s):
+        slot.admitted_s = time_s
+    slot.cached_tokens += blocks * engine.block_size
+    transfer.loaded_blocks = blocks - matched
+    transfer.loaded_tokens += transfer.loaded_blocks * engine.block_size
+    _await(s, inst, engine, index, matched)
+    copied_bytes = transfer.loaded_blocks * engine.kv_bytes_per_block
+    ends = (SHARED_CACHE, slot.instance)
+    links.begin(s, env, index, ends, env.shared_round_trip_s, copied_bytes, env.shared_bandwidth_bytes_per_s, time_s)
+
+
+@inlined
+def _await(s: Any, inst: Any, engine: Any, index: int, matched: int) -> None:
+    """The request leaves the queue with all blocks of its prefill, of which the first are matched, the next to come."""
+    slot = slot_at(s, index)
+    dequeue(s, inst, engine, index)
+    inst.pulls += 1
+    if engine.prefix_cache != 0:
+        prefix_cache.pin(s, inst, index, matched, engine.block_size)
+    slot.held_blocks = blocks_for(slot.prefill_tokens, engine.block_size)
+    take(s, inst, slot.held_blocks - matched)
+    slot.computed_tokens = matched * engine.block_size
+    inst.prefix_queries_tokens += slot.prefill_tokens
+    inst.prefix_hits_tokens += slot.computed_tokens
+
+
+@kernel
+def _take_in(s: Any, inst: Any, engine: Any, budget: int, time_s: float) -> tuple[int, float]:
+    """The first request whose KV has come joins the batch. Returns the tokens that it computes, and its share of Q."""
     index = inst.pulled
-    inst.pulled = slot_at(s, index).next
+    slot, transfer = slot_at(s, index), transfer_at(s, index)
+    inst.pulled = slot.next
     inst.pulls -= 1
     inst.changed = 1
-    transfer_at(s, index).handover_s += time_s - transfer_at(s, index).prefilled_s
+    if transfer.loaded_blocks == 0:
+        transfer.handover_s += time_s - transfer.prefilled_s
+    if not np.isnan(slot.stopped_s):
+        slot.downtime_s += time_s - slot.stopped_s
+        slot.stopped_s = np.nan
     insert_in_batch(s, inst, engine, index, False)
-    return _chunk(s, inst, engine, index, 1)
+    tokens = min(slot.prefill_tokens - slot.computed_tokens, budget)
+    return tokens, _chunk(s, inst, engine, index, tokens)
 
 
 @kernel
@@ -269,9 +301,10 @@ def _admit(s: Any, inst: Any, engine: Any, budget: int, time_s: float) -> tuple[
     prefill = 0
     attention = 0.0
     while inst.pulled != NIL and budget > 0 and inst.in_batch < engine.max_num_seqs:
-        attention += _take_in(s, inst, engine, time_s)
-        prefill += 1
-        budget -= 1
+        tokens, share = _take_in(s, inst, engine, budget, time_s)
+        attention += share
+        prefill += tokens
+        budget -= tokens
     while inst.head != NIL and budget > 0 and inst.in_batch < engine.max_num_seqs:
         index = inst.head
         slot = slot_at(s, index)
@@ -283,6 +316,15 @@ def _admit(s: Any, inst: Any, engine: Any, budget: int, time_s: float) -> tuple[
         if engine.prefix_cache != 0 and (slot.resident_blocks > 0 or prefix_cache.leaf(slot) >= 0):
             matched, unpinned = prefix_cache.match(s, inst, slot, size, (slot.prefill_tokens - 1) // size)
         missing = blocks_for(slot.prefill_tokens, size) - matched
+        if engine.prefix_cache != 0 and prefix_cache.leaf(slot) >= 0 and env_at(s, inst.env).shared_cache != 0:
+            reach = shared_cache.reach(
+                s, env_at(s, inst.env), inst, slot, size, (slot.prefill_tokens - 1) // size, time_s
+            )
+            if reach > matched:
+                if missing + unpinned > available_blocks(inst):
+                    break
+                _load(s, inst, engine, index, matched, reach, time_s)
+                continue
         if missing + unpinned + engine.watermark_blocks > available_blocks(inst):
             break
         chunk = slot.prefill_tokens - matched * size

@@ -328,7 +328,7 @@ class _Run:
         log = grown(self.state.log, max(len(self.state.log), self.size.log))
         self.state.counts["log_size"] = len(log)
         transfers = self.state.transfer
-        if self.size.pools:
+        if self.size.transfers:
             transfers = grown(transfers, len(slots))
         self._use(self.state._replace(slot=slots, log=log, transfer=transfers))
         self.state.env["slots"] = self.size.slots

@@ -30,6 +30,9 @@ NEED_DECISION, NEED_ROWS, NEED_SLOTS, NEED_FLUSH, ENDED, STUCK = range(6)
 FINISHED, FAILED, REJECTED, CUT, NEVER_ARRIVED = range(5)
 """Status of a request in the log."""
 
+SHARED_CACHE = -2
+"""In place of the instance that KV comes from: the store that all instances share (shared_cache.py)."""
+
 UNDECIDED = -2
 """In place of the instance that decodes a request, which the policy says after its prefill."""
 
@@ -403,8 +406,22 @@ ENV = np.dtype(
         ("repair_s", "f8"),
         ("restart", "i8"),  # 0: requests of a failed instance fail
         ("max_restarts", "i8"),
+        ("transfers", "i8"),  # 0: nobody keeps account of links, and the array is empty
+        # the shared cache
+        ("shared_cache", "i8"),
+        ("shared_capacity_blocks", "i8"),
+        ("shared_held_blocks", "i8"),
+        ("shared_head", "i8"),  # the node that is unused for longest
+        ("shared_tail", "i8"),
+        ("shared_loads", "i8"),  # in progress
+        ("shared_ttl_s", "f8"),
+        ("shared_round_trip_s", "f8"),
+        ("shared_bandwidth_bytes_per_s", "f8"),
+        ("update0", "i8"),  # times of model updates
+        ("updates", "i8"),
+        ("next_update", "i8"),
         # pools
-        ("pools", "i8"),  # 0: there are none, and the array of transfers is empty
+        ("pools", "i8"),
         ("knows_prefill", "i8"),  # 0: nobody answers PREFILL by its name: it is asked as a DISPATCH
         ("knows_decode", "i8"),
         ("first_token_from_prefill", "i8"),
@@ -424,6 +441,11 @@ ENV = np.dtype(
     align=True,
 )
 
+SHARED = np.dtype([("next", "i4"), ("previous", "i4"), ("blocks", "i4"), ("used_s", "f8")], align=True)
+"""One node in the store that all instances share."""
+
+UPDATE = np.dtype([("time_s", "f8")])
+
 TRANSFER = np.dtype(  # KV on its way between two instances: of the request in this slot, or a shadow's migration
     [
         # while it is copied (links.py)
@@ -433,12 +455,14 @@ TRANSFER = np.dtype(  # KV on its way between two instances: of the request in t
         ("left_bytes", "f8"),
         ("bandwidth_bytes_per_s", "f8"),  # of the link, if nothing else is copied over it
         ("share", "i8"),  # transfers that share its link
-        ("source", "i8"),  # global: holds the KV; NIL without one
+        ("source", "i8"),  # global, or SHARED_CACHE: holds the KV; NIL without one
         ("destination", "i8"),
         ("next", "i8"),  # to the same destination
         # the hand-over from prefill to decode (handover.py)
         ("decode_instance", "i8"),  # until the prefill is done; NIL: it decodes where it is
         ("prefill_instance", "i8"),  # the last one, or NIL
+        ("loaded_blocks", "i8"),  # that come from the shared cache
+        ("loaded_tokens", "i8"),  # that have come from there, in all
         ("held_blocks", "i8"),  # of the source
         ("node_blocks", "i8"),
         ("computed_tokens", "i8"),
@@ -476,6 +500,7 @@ REQUEST_LOG = np.dtype(
         ("downtime_s", "f8"),
         ("prefill_instance", "i4"),  # pools: where its last prefill was handed over from, or -1
         ("handover_s", "f8"),  # pools: from the ends of its prefills to the batch of the decode instance, in all
+        ("loaded_tokens", "i4"),  # of the cached ones, from the shared cache
     ],
     align=True,
 )
@@ -563,7 +588,9 @@ class State(NamedTuple):
     sample: NDArray[np.void]  # SAMPLE (single runs)
     migration: NDArray[np.void]  # (E * N,) MIGRATION
     failure: NDArray[np.void]  # (failures,) FAILURE
-    transfer: NDArray[np.void]  # as slot: TRANSFER, with pools; else empty
+    transfer: NDArray[np.void]  # as slot: TRANSFER, with pools or a shared cache; else empty
+    shared: NDArray[np.void]  # (E * M,) SHARED, with a shared cache
+    update: NDArray[np.void]  # (updates,) UPDATE
     migration_log: NDArray[np.void]  # MIGRATION_LOG of ended migrations (single runs)
     counts: NDArray[np.void]  # (1,) COUNTS
     itl: NDArray[np.void]  # (ITL_BINS,) GAPS: histogram of gaps between tokens (single runs), or empty
@@ -593,6 +620,8 @@ ARRAY_DTYPES: dict[str, np.dtype[np.void]] = {
     "migration": MIGRATION,
     "failure": FAILURE,
     "transfer": TRANSFER,
+    "shared": SHARED,
+    "update": UPDATE,
     "migration_log": MIGRATION_LOG,
     "counts": COUNTS,
     "itl": GAPS,
@@ -619,7 +648,9 @@ class Capacity:
     track_targets: bool = False
     failures: int = 0
     migrations: int = 0
-    pools: bool = False
+    transfers: bool = False
+    shared_cache: bool = False
+    updates: int = 0
 
 
 def allocate(size: Capacity) -> State:
@@ -649,7 +680,9 @@ def allocate(size: Capacity) -> State:
         "sample": size.samples,
         "migration": g,
         "failure": e * size.failures,
-        "transfer": g + e * size.slots if size.pools else 0,
+        "transfer": g + e * size.slots if size.transfers else 0,
+        "shared": e * size.nodes if size.shared_cache else 0,
+        "update": e * size.updates,
         "migration_log": size.migrations,
         "counts": 1,
         "itl": ITL_BINS if size.itl else 0,

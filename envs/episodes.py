@@ -240,7 +240,7 @@ class Scenario:
             classes=len(self.requests.slo_classes),
             track_targets=True,
             failures=int(limits["losses"]),
-            pools=self.pools is not None,
+            transfers=self.pools is not None,
         )
 
     def draw(

@@ -78,6 +78,7 @@ class OracleRequest:
     downtime_s: float = 0.0
     prefill_instance: int = -1
     handover_s: float = 0.0
+    loaded_tokens: int = 0
     failed: bool = False
     rejected: bool = False
 
@@ -173,6 +174,7 @@ class Job:
     stopped_s: float = math.nan  # for the last stage of a migration
     decode_at: int | None = None  # the instance that decodes it; None: the one where it is
     prefilled_s: float = math.nan  # when it left the batch for that one
+    loaded_blocks: int | None = None  # that a cache shared by all had for it and those before them
     export: Job | None = None  # what holds its blocks where its prefill was, until they are pulled
 
     @property
@@ -443,7 +445,7 @@ class Engine:
 
     def schedule(self, job: Job, tokens: int) -> bool:
         """Take the blocks for the next `tokens` of a running request, at the cost of victims. False if it was one."""
-        needed = math.ceil((job.computed + tokens) / self.config.block_size) - len(job.blocks)
+        needed = max(0, math.ceil((job.computed + tokens) / self.config.block_size) - len(job.blocks))
         while needed > len(self.memory.free):
             victim = max(self.running, key=lambda job: job.key) if self.config.priority_order else self.running[-1]
             self.preempt(victim)
@@ -545,7 +547,8 @@ class Engine:
         assert pins == Counter({owner: count for owner, count in memory.pins.items() if count})
         tokens_of = {id(job): tokens for job, tokens in self.scheduled}
         for job in self.holders():
-            assert len(job.blocks) == math.ceil((job.computed + tokens_of.get(id(job), 0)) / block_size)
+            blocks = math.ceil((job.computed + tokens_of.get(id(job), 0)) / block_size)
+            assert len(job.blocks) == blocks or (job.loaded_blocks is not None and len(job.blocks) > blocks)
             for span, deeper in zip(job.path, job.path[1:], strict=False):
                 if memory.resident_of(deeper.owner):
                     assert len(memory.resident_of(span.owner)) == span.end - span.first, "a child outlived its parent"

@@ -11,9 +11,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from oracle import Block, Engine, Job, OracleInstance, OracleRequest, OracleResult, Span, check_fits, path_of
+from oracle import (
+    Block,
+    Engine,
+    Job,
+    Memory,
+    OracleInstance,
+    OracleRequest,
+    OracleResult,
+    Owner,
+    Span,
+    check_fits,
+    path_of,
+)
 
-from fleetpilot.cluster.config import Failures, Pools, Rebalancing, Scaling
+from fleetpilot.cluster.config import Failures, Pools, Rebalancing, Scaling, SharedCache
 from fleetpilot.workloads.table import RequestTable
 
 OUTCOMES = (
@@ -51,6 +63,9 @@ REJECT = -2
 
 _MOST_EVENTS = 200_000
 
+SHARED = -1
+"""In place of the instance that KV comes from."""
+
 UNDECIDED = -1
 """The policy says after the prefill where a request decodes."""
 
@@ -64,6 +79,7 @@ class OracleFleet:
     scaling: Scaling | None = None
     failures: Failures | None = None
     pools: Pools | None = None
+    shared_cache: SharedCache | None = None
     hold_interval_s: float = 0.1
     max_hold_s: float = 1e6
 
@@ -92,7 +108,7 @@ class Question:
 class Transfer:
     """Bytes on their way; `round_trip_s` and `bytes_left` are what was left at `since_s`."""
 
-    source: int
+    source: int  # or SHARED
     destination: int
     round_trip_s: float
     bytes_left: float
@@ -135,6 +151,58 @@ class Links:
                 inbound = sum(other.destination == t.destination for other in self.transfers)
                 if max(outgoing, inbound) != t.share and t.end_s > now_s:
                     t.go_on(max(outgoing, inbound), now_s)
+
+
+class Store:
+    """The KV blocks that all instances share: of each node the first so many. The longest unused node is the first."""
+
+    def __init__(self, config: SharedCache, block_bytes: int) -> None:
+        self.config = config
+        self.capacity_blocks = int(config.capacity_bytes // block_bytes)
+        self.blocks: dict[Owner, int] = {}
+        self.used_s: dict[Owner, float] = {}
+        self.updates_s = sorted(config.updates_s)  # those to come
+
+    def expire(self, now_s: float) -> None:
+        updated = [time_s for time_s in self.updates_s if time_s <= now_s]
+        self.updates_s = self.updates_s[len(updated) :]
+        for owner in list(self.blocks):
+            if updated or self.used_s[owner] + self.config.ttl_s <= now_s:
+                del self.blocks[owner]
+
+    def use(self, owner: Owner, blocks: int, now_s: float) -> None:
+        self.blocks.pop(owner, None)
+        self.blocks[owner] = blocks
+        self.used_s[owner] = now_s
+
+    def store(self, path: Sequence[Span], full: int, now_s: float) -> None:
+        """The first `full` blocks of a sequence."""
+        self.expire(now_s)
+        for span in reversed(path):
+            blocks = min(full, int(span.end)) - span.first
+            if blocks > 0:
+                self.use(span.owner, max(blocks, self.blocks.get(span.owner, 0)), now_s)
+        while sum(self.blocks.values()) > self.capacity_blocks:
+            owner = next(iter(self.blocks))
+            self.blocks[owner] -= 1
+            if self.blocks[owner] == 0:
+                del self.blocks[owner]
+
+    def reach(self, path: Sequence[Span], memory: Memory, matched: int, now_s: float) -> int:
+        """So many blocks could be there: in the instance's memory to the match, and behind it from here."""
+        self.expire(now_s)
+        reached = 0
+        for span in path:
+            local = len(memory.resident_of(span.owner)) if span.first <= matched else 0
+            reached = span.first + max(local, self.blocks.get(span.owner, 0))
+            if reached < span.end:
+                break
+        return reached
+
+    def load(self, path: Sequence[Span], matched: int, end: int, now_s: float) -> None:
+        for span in reversed(path):
+            if span.first < end and span.end > matched and span.owner in self.blocks:
+                self.use(span.owner, self.blocks[span.owner], now_s)
 
 
 @dataclass(eq=False)
@@ -199,6 +267,7 @@ class FleetEngine(Engine):
         self.pools = pools
         self.role = pools.roles[index] if pools else "mixed"
         self.links = links
+        self.store: Store | None = None
         self.prefilled: list[Job] = []  # left the batch at the boundary under way, for another instance
         self.exports: list[Job] = []  # hold the blocks of such requests until these have pulled them
         self.pulls: list[tuple[Job, Transfer]] = []
@@ -247,6 +316,8 @@ class FleetEngine(Engine):
     # --- from prefill to decode --------------------------------------------------------------------------------------
 
     def complete(self, job: Job) -> None:
+        if job.computed == job.prefill_length:
+            self.keep(job)
         from_prefill = self.pools is not None and self.pools.first_token_from == "prefill"
         if from_prefill and job.generated + 1 == job.output:
             job.decode_at = None  # there is nothing more to decode
@@ -263,15 +334,48 @@ class FleetEngine(Engine):
         job.blocks, job.computed = [], 0
         self.prefilled.append(job)
 
-    def drop_export(self, job: Job) -> None:
-        self.exports.remove(job.export)
-        self.leave(job.export, preempted=False)
-        job.export = None
+    # --- the shared cache --------------------------------------------------------------------------------------------
 
-    def begin_pull(self, job: Job) -> bool:
-        """The head of the queue takes its blocks, if they are free, and its KV begins to come."""
-        size = self.config.block_size
-        length, matched = job.prompt + job.generated, self.matched_blocks(job)
+    def nodes(self, job: Job) -> list[Span]:
+        return [span for span in job.path if span.owner[0] == "node"]
+
+    def keep(self, job: Job) -> None:
+        """What the request has computed is stored."""
+        if self.store is not None:
+            self.store.store(self.nodes(job), job.computed // self.config.block_size, self.now_s)
+
+    def retire(self) -> list[Job]:
+        for job in self.running:
+            if job.generated == job.output:
+                self.keep(job)
+        return super().retire()
+
+    def may_load(self, job: Job) -> int:
+        """Blocks of the head of the queue that would be there with what the shared cache has."""
+        if self.store is None:
+            return 0
+        cap = (job.prompt + job.generated - 1) // self.config.block_size
+        return min(cap, self.store.reach(self.nodes(job), self.memory, self.matched_blocks(job), self.now_s))
+
+    def begin_load(self, job: Job) -> bool:
+        config, matched, end = self.config, self.matched_blocks(job), self.may_load(job)
+        if not self.leave_queue_with_blocks(job, matched):
+            return False
+        if math.isnan(job.record.admitted_s):
+            job.record.admitted_s = self.now_s
+        job.record.cached_tokens += end * config.block_size
+        job.record.loaded_tokens += (end - matched) * config.block_size
+        job.loaded_blocks = end
+        self.store.load(self.nodes(job), matched, end, self.now_s)
+        loaded = (end - matched) * config.block_size * config.kv_bytes_per_token
+        cache = self.store.config
+        transfer = Transfer(SHARED, self.index, cache.round_trip_s, loaded, cache.bandwidth_bytes_per_s, self.now_s)
+        self.pulls.append((job, self.links.begin(transfer)))
+        return True
+
+    def leave_queue_with_blocks(self, job: Job, matched: int) -> bool:
+        """The head of the queue takes all blocks of its prefill, if they are free."""
+        size, length = self.config.block_size, job.prompt + job.generated
         needed = math.ceil(length / size) - matched
         if needed > self.memory.free_once_pinned(job.path, matched):
             self.blocked_boundaries += len(self.waiting) > 1
@@ -282,6 +386,19 @@ class FleetEngine(Engine):
         job.computed = length
         self.prefix_queries_tokens += length
         self.prefix_hits_tokens += matched * size
+        return True
+
+    def drop_export(self, job: Job) -> None:
+        self.exports.remove(job.export)
+        self.leave(job.export, preempted=False)
+        job.export = None
+
+    def begin_pull(self, job: Job) -> bool:
+        """The head of the queue takes its blocks, if they are free, and its KV begins to come."""
+        size = self.config.block_size
+        length, matched = job.prompt + job.generated, self.matched_blocks(job)
+        if not self.leave_queue_with_blocks(job, matched):
+            return False
         copied = (math.ceil((length - 1) / size) - matched) * size * self.config.kv_bytes_per_token
         pools, source = self.pools, job.record.prefill_instance
         transfer = Transfer(source, self.index, pools.round_trip_s, copied, pools.bandwidth_bytes_per_s, self.now_s)
@@ -292,14 +409,22 @@ class FleetEngine(Engine):
         while self.pulled and self.budget_left() > 0 and len(self.running) < self.config.max_num_seqs:
             job = self.pulled.pop(0)
             job.prefill_length = job.prompt + job.generated
-            job.computed = job.prefill_length - 1
-            job.record.handover_s += self.now_s - job.prefilled_s
+            if job.loaded_blocks is None:
+                job.computed = job.prefill_length - 1
+                job.record.handover_s += self.now_s - job.prefilled_s
+            else:
+                job.computed = job.loaded_blocks * self.config.block_size
+            if not math.isnan(job.stopped_s):
+                self.end_downtime(job)
             self.running.append(job)
-            self.schedule(job, 1)
+            self.schedule(job, min(job.prefill_length - job.computed, self.budget_left()))
 
     def admit(self, job: Job) -> bool:
+        job.loaded_blocks = None
         if job.export is not None:
             return self.begin_pull(job)
+        if self.may_load(job) > self.matched_blocks(job):
+            return self.begin_load(job)
         admitted = super().admit(job)
         if admitted and not math.isnan(job.stopped_s):
             self.end_downtime(job)
@@ -340,10 +465,14 @@ class Fleet:
         self.choose = choose
         ready = config.scaling.ready if config.scaling else len(config.instances)
         self.links = Links()
+        block_bytes = config.instances[0].block_size * config.instances[0].kv_bytes_per_token
+        store = Store(config.shared_cache, block_bytes) if config.shared_cache else None
         self.engines = [
             FleetEngine(engine, i, READY if i < ready else ABSENT, config.pools, self.links)
             for i, engine in enumerate(config.instances)
         ]
+        for engine in self.engines:
+            engine.store = store
         self.records = [OracleRequest(row) for row in range(len(table))]
         self.now_s = 0.0
         self.due_s: dict[int, float] = {}  # when each request came to the dispatcher, the last time
@@ -604,9 +733,11 @@ class Fleet:
         job, transfer = min(engine.pulls, key=lambda pull: pull[1].end_s)  # of those that end now the first
         self.links.end(transfer, self.now_s)
         engine.pulls.remove((job, transfer))
-        self.drop_export(job)
-        nodes = [span for span in job.path if span.owner[0] == "node"]
-        engine.memory.fill(nodes, job.blocks, 0, (job.computed - 1) // engine.config.block_size)
+        full = job.loaded_blocks
+        if full is None:
+            self.drop_export(job)
+            full = (job.computed - 1) // engine.config.block_size
+        engine.memory.fill(engine.nodes(job), job.blocks, 0, full)
         engine.pulled.append(job)
         engine.wake(self.now_s)
 
@@ -967,7 +1098,7 @@ class Fleet:
         lost: list[Job] = []
         for engine in self.engines:
             for job, transfer in list(engine.pulls):
-                if job.record.prefill_instance == index:
+                if job.export is not None and job.record.prefill_instance == index:
                     self.links.end(transfer, self.now_s)
                     engine.pulls.remove((job, transfer))
                     engine.memory.free[:0] = [block for block in job.blocks if block.content is None]

@@ -27,6 +27,7 @@ from fleetpilot.cluster.config import (
     Pools,
     Rebalancing,
     Scaling,
+    SharedCache,
 )
 from fleetpilot.workloads.table import NO_NODE, NO_PARENT, NO_SESSION, RequestTable, make_table
 
@@ -242,6 +243,25 @@ def fleet_with_pools(pick: Pick, exact: bool = False, protocol: str | None = Non
     return table, replace(drawn, instances=instances, pools=pools, scaling=scaled)
 
 
+def fleet_with_shared_cache(
+    pick: Pick, exact: bool = False, protocol: str | None = None
+) -> tuple[RequestTable, OracleFleet]:
+    """A fleet, with pools or without, whose instances share a cache of a few blocks to some hundred."""
+    table, drawn = pick([fleet, fleet_with_pools])(pick, exact, protocol)
+    stock = {instance: stock_engine(pick, instance) for instance in dict.fromkeys(drawn.instances)}
+    instances = tuple(stock[instance] for instance in drawn.instances)
+    block_bytes = instances[0].block_size * instances[0].kv_bytes_per_token
+    link = rebalancing(pick, block_bytes, exact)
+    cache = SharedCache(
+        capacity_bytes=pick([1, 4, 16, 256]) * block_bytes,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+        round_trip_s=link.round_trip_s,
+        ttl_s=pick([math.inf, math.inf, 0.1, 0.5]),
+        updates_s=pick([(), (), (16 * GRID_S,), (40 * GRID_S, 8 * GRID_S)]),
+    )
+    return table, replace(drawn, instances=instances, shared_cache=cache)
+
+
 def chunked_engine(pick: Pick, instance: OracleInstance) -> OracleInstance:
     """The same engine with chunked prefill."""
     if instance.scheduler == "chunked":
@@ -345,6 +365,13 @@ def pools_on_grid(draw: st.DrawFn) -> tuple[RequestTable, OracleFleet]:
     return fleet_with_pools(_picker(draw), exact=True)
 
 
+@st.composite
+def shared_caches(draw: st.DrawFn) -> tuple[RequestTable, OracleFleet]:
+    """`fleet_with_shared_cache`, with exact times or not, drawn by hypothesis."""
+    pick = _picker(draw)
+    return fleet_with_shared_cache(pick, exact=pick([False, True]))
+
+
 def fixed_cluster(seed: int) -> Cluster:
     """`cluster`, always the same for a seed."""
     return cluster(random.Random(seed).choice)
@@ -363,6 +390,11 @@ def fixed_fleet(seed: int, exact: bool = False, protocol: str = "llumnix") -> tu
 def fixed_pools(seed: int, exact: bool = False) -> tuple[RequestTable, OracleFleet]:
     """`fleet_with_pools`, always the same for a seed."""
     return fleet_with_pools(random.Random(seed).choice, exact)
+
+
+def fixed_shared_cache(seed: int, exact: bool = False) -> tuple[RequestTable, OracleFleet]:
+    """`fleet_with_shared_cache`, always the same for a seed."""
+    return fleet_with_shared_cache(random.Random(seed).choice, exact)
 
 
 def fixed_fleet_of_fast_and_slow(seed: int) -> tuple[RequestTable, OracleFleet]:

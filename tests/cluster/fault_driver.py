@@ -23,6 +23,7 @@ from strategies import (
     fixed_fleet,
     fixed_fleet_of_fast_and_slow,
     fixed_pools,
+    fixed_shared_cache,
 )
 
 from fleetpilot.baselines import load_policy
@@ -46,6 +47,8 @@ FLEET_SEEDS_FAST_AND_SLOW = (219,)
 POOL_SEEDS_ON_GRID = (2, 28, 12, 58)
 
 POOL_SEEDS = (13, 15, 3)
+
+SHARED_CACHE_SEEDS = (6, 14, 13, 10, 15, 41)
 
 DIFFERENT = 3
 """Not 1, Python's status for errors, at import for instance."""
@@ -86,15 +89,21 @@ POOLS = [partial(compare_fleet, partial(fixed_pools, exact=True), seed) for seed
 POOLS += [partial(compare_fleet, fixed_pools, seed) for seed in POOL_SEEDS]
 
 
+SHARED_CACHES = [partial(compare_fleet, partial(fixed_shared_cache, exact=True), seed) for seed in SHARED_CACHE_SEEDS]
+
+
 def give_up(signum: int, frame: object) -> None:
     raise TimeoutError(f"not done after {PATIENCE_S} s")
+
+
+CASES = {"clusters": CLUSTERS, "fleets": FLEETS, "pools": POOLS, "shared_cache": SHARED_CACHES}
 
 
 def main(kind: str) -> int:
     warnings.simplefilter("ignore", RuntimeWarning)  # uncompiled, draws of random bits wrap around with a warning
     signal.signal(signal.SIGPROF, give_up)
     signal.setitimer(signal.ITIMER_PROF, PATIENCE_S)
-    for comparison in {"clusters": CLUSTERS, "fleets": FLEETS, "pools": POOLS}[kind]:
+    for comparison in CASES[kind]:
         try:
             comparison()
         except (AssertionError, ArithmeticError, IndexError, RuntimeError, TimeoutError) as difference:

@@ -23,6 +23,7 @@ LIFECYCLE = "cluster/lifecycle.py"
 LINKS = "cluster/links.py"
 MIGRATION = "cluster/migration.py"
 SCHEDULER = "cluster/scheduler.py"
+SHARED_CACHE = "cluster/shared_cache.py"
 KV_CACHE = "cluster/kv_cache.py"
 PREFIX_CACHE = "cluster/prefix_cache.py"
 TELEMETRY = "cluster/telemetry.py"
@@ -984,8 +985,8 @@ POOL_FAULTS = (
     Fault(
         "the decode instance computes no token again",
         SCHEDULER,
-        "        attention += _take_in(s, inst, engine, time_s)\n        prefill += 1\n",
-        "        attention += 0.0 * _take_in(s, inst, engine, time_s)\n        prefill += 0\n",
+        "        attention += share\n        prefill += tokens\n",
+        "        attention += share\n        prefill += tokens - 1\n",
     ),
     Fault(
         "blocks that were pulled cannot be matched",
@@ -1004,13 +1005,13 @@ POOL_FAULTS = (
     Fault(
         "links are not shared",
         LINKS,
-        "share = max(instance_at(s, transfer.source).outgoing, instance_at(s, g).inbound)",
+        "share = max(_count(s, env, transfer.source, 0), instance_at(s, g).inbound)",
         "share = 1",
     ),
     Fault(
         "only ways in are shared",
         LINKS,
-        "share = max(instance_at(s, transfer.source).outgoing, instance_at(s, g).inbound)",
+        "share = max(_count(s, env, transfer.source, 0), instance_at(s, g).inbound)",
         "share = instance_at(s, g).inbound",
     ),
     Fault(
@@ -1028,7 +1029,7 @@ POOL_FAULTS = (
     Fault(
         "migrations have links of their own",
         MIGRATION,
-        "    if env.pools != 0:\n        ends = (g, migration.destination)\n",
+        "    if env.transfers != 0:\n        ends = (g, migration.destination)\n",
         "    if False:\n        ends = (g, migration.destination)\n",
     ),
     Fault(
@@ -1085,5 +1086,94 @@ POOL_FAULTS = (
         HANDOVER,
         "    inst.free_blocks += slot.held_blocks - slot.node_blocks\n",
         "",
+    ),
+)
+
+SHARED_CACHE_FAULTS = (
+    Fault(
+        "what decoding fills is not stored",
+        KERNEL,
+        "    if env.shared_cache != 0 and prefix_cache.leaf(slot) >= 0:\n"
+        "        shared_cache.store(s, env, inst, slot, computed, engine.block_size, time_s)\n",
+        "",
+    ),
+    Fault(
+        "a prompt is not stored before its request finishes",
+        KERNEL,
+        "            if env.shared_cache != 0 and prefix_cache.leaf(slot) >= 0:\n"
+        "                shared_cache.store(s, env, inst, slot, slot.computed_tokens, engine.block_size, time_s)\n",
+        "",
+    ),
+    Fault(
+        "the beginning of a sequence is dropped first",
+        SHARED_CACHE,
+        "            _use(s, env, node, time_s)\n        node = node_at(s, inst.node0 + node).parent\n    while",
+        "            here.used_s = time_s\n        node = node_at(s, inst.node0 + node).parent\n    while",
+    ),
+    Fault(
+        "a load is no use",
+        SHARED_CACHE,
+        "blocks > 0:\n            _use(s, env, node, time_s)\n",
+        "blocks > 0:\n            pass\n",
+    ),
+    Fault(
+        "the store has no bound",
+        SHARED_CACHE,
+        "    while env.shared_held_blocks > env.shared_capacity_blocks:\n",
+        "    while False:\n",
+    ),
+    Fault(
+        "a whole node is dropped where some blocks would do",
+        SHARED_CACHE,
+        "_drop(s, env, min(most, env.shared_held_blocks - env.shared_capacity_blocks))",
+        "_drop(s, env, most)",
+    ),
+    Fault(
+        "stored blocks live for ever",
+        SHARED_CACHE,
+        "if not updated and head.used_s + env.shared_ttl_s > time_s:",
+        "if not updated:",
+    ),
+    Fault(
+        "an update of the model changes nothing",
+        SHARED_CACHE,
+        "        updated = True\n",
+        "",
+    ),
+    Fault(
+        "what the instance has is loaded too",
+        SCHEDULER,
+        "    transfer.loaded_blocks = blocks - matched\n",
+        "    transfer.loaded_blocks = blocks\n",
+    ),
+    Fault(
+        "a load that would take the last free block waits",
+        SCHEDULER,
+        "                if missing + unpinned > available_blocks(inst):\n                    break\n",
+        "                if missing + unpinned >= available_blocks(inst):\n                    break\n",
+    ),
+    Fault(
+        "loads do not share the way out of the store",
+        LINKS,
+        "        return env.shared_loads",
+        "        return 1",
+    ),
+    Fault(
+        "loaded blocks cannot be matched",
+        HANDOVER,
+        "    if engine.prefix_cache != 0:\n        prefix_cache.fill",
+        "    if engine.prefix_cache != 0 and source != SHARED_CACHE:\n        prefix_cache.fill",
+    ),
+    Fault(
+        "what is left of a loaded prompt is computed beyond the budget",
+        SCHEDULER,
+        "    tokens = min(slot.prefill_tokens - slot.computed_tokens, budget)\n    return tokens",
+        "    tokens = slot.prefill_tokens - slot.computed_tokens\n    return tokens",
+    ),
+    Fault(
+        "a load goes on where its instance has failed",
+        LIFECYCLE,
+        "    if env.transfers != 0:\n        _clear_pulls(",
+        "    if env.pools != 0:\n        _clear_pulls(",
     ),
 )

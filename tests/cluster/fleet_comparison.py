@@ -30,6 +30,7 @@ def fleet_config(fleet: OracleFleet) -> FleetConfig:
         scaling=fleet.scaling,
         failures=fleet.failures,
         pools=fleet.pools,
+        shared_cache=fleet.shared_cache,
     )
 
 
@@ -89,6 +90,7 @@ def assert_same_fleet(log: RunLog, expected: FleetResult) -> None:
         ("migrations", arrived),
         ("restarts", arrived),
         ("prefill_instance", arrived),
+        ("loaded_tokens", arrived),
     ):
         theirs = np.array([getattr(r, name) for r in requests])
         np.testing.assert_array_equal(log.requests[name][rows], theirs[rows], name)

@@ -4,7 +4,7 @@ import numpy as np
 from comparison import assert_bitwise_equal
 from fleet_comparison import FleetCase, assert_same_run, run_kernel_fleet
 from hypothesis import given
-from strategies import fleets, fleets_on_grid, pools, pools_on_grid
+from strategies import fleets, fleets_on_grid, pools, pools_on_grid, shared_caches
 
 
 @given(fleets())
@@ -27,13 +27,18 @@ def test_ties_with_pools_equal_the_oracle(case: FleetCase) -> None:
     assert_same_run(case)
 
 
-@given(fleets() | fleets_on_grid() | pools() | pools_on_grid())
+@given(shared_caches())
+def test_loads_from_a_shared_cache_equal_the_oracle(case: FleetCase) -> None:
+    assert_same_run(case)
+
+
+@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches())
 def test_rejections_equal_the_oracle(case: FleetCase) -> None:
     assert_same_run(case, reject_share=0.3)
     run_kernel_fleet(case, leap=True, check=True, reject_share=0.3)
 
 
-@given(fleets() | fleets_on_grid() | pools() | pools_on_grid())
+@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches())
 def test_leaps_equal_single_steps_bitwise(case: FleetCase) -> None:
     leaping, asked = run_kernel_fleet(case, leap=True)
     stepping, asked_stepping = run_kernel_fleet(case, leap=False)
@@ -43,6 +48,6 @@ def test_leaps_equal_single_steps_bitwise(case: FleetCase) -> None:
     assert_bitwise_equal(leaping, stepping)
 
 
-@given(fleets() | fleets_on_grid() | pools() | pools_on_grid())
+@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches())
 def test_conservation(case: FleetCase) -> None:
     run_kernel_fleet(case, leap=True, check=True)
