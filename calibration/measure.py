@@ -409,6 +409,7 @@ def profile_of(name: str, facts: Facts, found: Calibration, request: Request) ->
         host_step_s=0.0,
         host_per_seq_s=0.0,
         priority_order=facts.priority,
+        draft_tokens=0,
         provenance={
             "cost": f"Measured over HTTP on {len(found.facts)} engine(s) at once, {found.points} points, at least "
             f"{found.repeats} repeats (spread {found.spread:.0%}), load average {found.load[0]:.1f} before and "

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleetpilot.cluster.kv_cache import available_blocks, decode_demand, take
+from fleetpilot.cluster.kv_cache import available_blocks, blocks_for, decode_demand, take
 from fleetpilot.cluster.memory import batch_at, counts_at, engine_at, instance_at, itl_at, next_at, slot_at
-from fleetpilot.cluster.scheduler import sit_out
+from fleetpilot.cluster.scheduler import advance_decode, first_finish, sit_out
 from fleetpilot.cluster.state import DECODE, IDLE, NEVER, NIL
 from fleetpilot.cluster.telemetry import count_gaps, head_demand_blocks, itl_bin, record_polls, step_end_s, steps_before
 from fleetpilot.fleet.jit import inlined, kernel
+from fleetpilot.fleet.policy import random_unit
+
+_DRAFT_STREAM = 7_000_000_033
+"""Keys of the draws of speculative decoding, apart from all others."""
+
+_MOST_TOKENS = 2**31
+"""More than an answer has."""
 
 
 @inlined
@@ -43,6 +50,39 @@ def _account_decodes(s: Any, env: Any, inst: Any, engine: Any, steps: int, time_
     env.generated_tokens += steps * decodes
     if inst.sitting_out < inst.in_batch:
         sit_out(s, inst, engine, previous_s)
+    if engine.cost.draft_tokens > 0:
+        _accept_drafts(s, env, inst, engine)
+
+
+@kernel
+def _accept_drafts(s: Any, env: Any, inst: Any, engine: Any) -> None:
+    """Speculative decoding: tokens that the step which was just counted generated besides, as far as there are blocks.
+
+    The draws are keyed by (seed, request, tokens so far).
+    """
+    for position in range(inst.sitting_out):
+        entry = batch_at(s, inst.batch0 + position)
+        if entry.finish_step == NEVER:
+            continue
+        slot = slot_at(s, entry.slot)
+        generated = slot.generated + inst.steps_done
+        draw = random_unit(env.seed, _DRAFT_STREAM + slot.row * _MOST_TOKENS + generated)
+        right, probability = 0, engine.cost.acceptance
+        while right < engine.cost.draft_tokens and draw < probability:
+            right += 1
+            probability *= engine.cost.acceptance
+        computed = slot.prompt_tokens + generated - 1
+        room = blocks_for(computed, engine.block_size) + available_blocks(inst)
+        more = min(right, min(slot.output_tokens - generated, room * engine.block_size - computed))
+        if more > 0:
+            take(s, inst, blocks_for(computed + more, engine.block_size) - blocks_for(computed, engine.block_size))
+            advance_decode(s, inst, engine, entry, more)
+            inst.streamed_tokens += more
+            env.generated_tokens += more
+            if counts_at(s, 0).itl_bins > 0:
+                itl_at(s, itl_bin(0.0)).count += more
+    inst.first_finish_step = first_finish(s, inst)
+    inst.changed = 1
 
 
 @inlined

@@ -130,7 +130,8 @@ def start_iteration(s: Any, env: Any, g: int, time_s: float) -> None:
         inst.planned = inst.steps
         next_at(s, g).time_s = np.inf
         return
-    if inst.changed != 0 or inst.doing != DECODE or prefill > 0 or engine.cost.jitter_sigma != 0.0:
+    one_by_one = engine.cost.jitter_sigma != 0.0 or engine.cost.draft_tokens > 0
+    if inst.changed != 0 or inst.doing != DECODE or prefill > 0 or one_by_one:
         decodes, tokens = inst.decodes, inst.decode_tokens
         if inst.sitting_out < inst.in_batch:
             decodes, tokens = decoding(s, inst)
@@ -145,7 +146,7 @@ def start_iteration(s: Any, env: Any, g: int, time_s: float) -> None:
         inst.changed = 0
     inst.doing = MIXED if prefill > 0 else DECODE
     leap = 1
-    if prefill == 0 and env.leap != 0 and inst.preempted == 0 and engine.cost.jitter_sigma == 0.0:
+    if prefill == 0 and env.leap != 0 and inst.preempted == 0 and not one_by_one:
         most = inst.first_finish_step - inst.steps_done
         # the blocks of the first step are taken, those of the others must fit
         leap = 1 + steps_that_fit(s, inst, engine, inst.steps_done + 1, most - 1, available_blocks(inst))

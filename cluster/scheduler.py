@@ -169,7 +169,7 @@ def _demand(s: Any, inst: Any, engine: Any, position: int, budget: int) -> tuple
     slot = slot_at(s, entry.slot)
     if entry.finish_step != NEVER:
         computed = slot.prompt_tokens + slot.generated + inst.steps_done - 1
-        return (1 if computed % engine.block_size == 0 else 0), 1
+        return (1 if computed % engine.block_size == 0 else 0), 1 + engine.cost.draft_tokens
     chunk = min(slot.prefill_tokens - slot.computed_tokens, budget)
     return max(0, blocks_for(slot.computed_tokens + chunk, engine.block_size) - slot.held_blocks), chunk
 
@@ -210,7 +210,7 @@ def _continue_batch(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int,
             _preempt(s, inst, engine, victim, victim < position, time_s)
             if victim < position:
                 position -= 1
-                budget += 1
+                budget += 1 + engine.cost.draft_tokens
         if not scheduled:
             break
         take(s, inst, blocks)
@@ -416,7 +416,7 @@ def schedule(s: Any, inst: Any, engine: Any, time_s: float) -> tuple[int, float]
             inst.first_finish_step = first_finish(s, inst)
             return prefill, attention
     if engine.mode == MODE_CHUNKED and (inst.head != NIL or inst.pulled != NIL):
-        budget = engine.max_num_batched_tokens - inst.decodes - prefill
+        budget = engine.max_num_batched_tokens - inst.decodes * (1 + engine.cost.draft_tokens) - prefill
         more, more_attention = _admit(s, inst, engine, budget, time_s)
         prefill += more
         attention += more_attention
@@ -449,6 +449,19 @@ def sit_out(s: Any, inst: Any, engine: Any, last_token_s: float) -> None:
     inst.first_finish_step = first_finish(s, inst)
     inst.changed = 1
     inst.uneven = 1
+
+
+@inlined
+def advance_decode(s: Any, inst: Any, engine: Any, entry: Any, tokens: int) -> None:
+    """A decode is so many tokens further than the steps say."""
+    slot = slot_at(s, entry.slot)
+    residue = (slot.prompt_tokens + slot.generated - 1) % engine.block_size
+    residue_at(s, inst.residues0 + residue).decodes -= 1
+    entry.finish_step -= tokens
+    slot.generated += tokens
+    residue = (slot.prompt_tokens + slot.generated - 1) % engine.block_size
+    residue_at(s, inst.residues0 + residue).decodes += 1
+    inst.decode_tokens += tokens
 
 
 @kernel

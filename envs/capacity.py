@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fleetpilot.cluster.config import Pools
 from fleetpilot.cluster.state import MODE_CHUNKED
-from fleetpilot.fleet.cost_model import base_time_s
+from fleetpilot.fleet.cost_model import base_time_s, tokens_per_step
 from fleetpilot.fleet.jit import inlined, kernel
 from fleetpilot.fleet.view import ROLE_DECODE, ROLE_PREFILL, ROLES
 from fleetpilot.workloads.table import RequestTable
@@ -106,7 +106,7 @@ def _capacity_rps(
     apart = kv_tokens / (own_tokens + cached / n)
     together = (kv_tokens - shared_tokens / instances) / own_tokens
     batch = min(float(engine.max_num_seqs), max(apart, together, 1.0))
-    finished = batch * n / output  # per decode step
+    finished = batch * n / output * tokens_per_step(engine.cost)  # per decode step
     context_tokens = batch * (own_tokens + output_x_cached / output)
     if role == ROLE_DECODE:
         attention = own + cached

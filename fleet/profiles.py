@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.fleet.cost_model import COST, base_time_s, leap_end_s
+from fleetpilot.fleet.cost_model import COST, base_time_s, leap_end_s, tokens_per_step
 
 SCHEDULERS = ("chunked", "prefill_first")
 PROVENANCE_KEYS = ("cost", "fitted_range", "host_overhead", "kv_capacity", "scheduler", "not_covered")
@@ -72,6 +72,10 @@ class HardwareProfile:
         provenance: A text under each of `PROVENANCE_KEYS`.
         priority_order: Whether waiting and victims are ordered by priority rather than first come, first served.
         jitter_sigma: Sigma of the log-normal factor on an iteration's time; 0 for none.
+        draft_tokens: Tokens that speculative decoding drafts per decode and iteration; 0 for none.
+        acceptance: Probability that a draft token is right, those before it being right.
+        draft_s: To draft, per iteration with decodes: a draft model's steps, or those of heads.
+        draft_per_seq_s: To draft, per decode.
     """
 
     name: str
@@ -101,6 +105,10 @@ class HardwareProfile:
     provenance: Mapping[str, str] = field(hash=False, repr=False)
     priority_order: bool = False
     jitter_sigma: float = 0.0
+    draft_tokens: int = 0
+    acceptance: float = 0.0
+    draft_s: float = 0.0
+    draft_per_seq_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no engine could be.
@@ -122,10 +130,11 @@ class HardwareProfile:
     def _check_scheduler_limits(self) -> None:
         if self.scheduler == "chunked":
             self._require(self.watermark == 0, "watermark", "0 with the chunked scheduler, which keeps none")
+            times = f" x {1 + self.draft_tokens} (1 + draft_tokens)" if self.draft_tokens else ""
             self._require(
-                self.max_num_batched_tokens > self.max_num_seqs,
+                self.max_num_batched_tokens > self.max_num_seqs * (1 + self.draft_tokens),
                 "max_num_batched_tokens",
-                f"> max_num_seqs ({self.max_num_seqs}), or a full batch of decodes leaves no budget for prefill",
+                f"> max_num_seqs ({self.max_num_seqs}){times}, or a full batch of decodes leaves no budget for prefill",
             )
         else:
             self._require(
@@ -214,14 +223,19 @@ class HardwareProfile:
         return self.prefill_s(1024) / 1024
 
     @cached_property
+    def tokens_per_step(self) -> float:
+        """Tokens that a decode generates in an iteration on average; 1 without speculative decoding."""
+        return float(tokens_per_step(self.cost_record().view(np.recarray)[0]))
+
+    @cached_property
     def decode_step_s(self) -> float:
-        """Decode step of a batch of one with 1,024 tokens of context."""
-        return self.decode_s(1, 1024)
+        """Time per token in a batch of one with 1,024 tokens of context."""
+        return self.decode_s(1, 1024) / self.tokens_per_step
 
     @cached_property
     def decode_s_per_seq(self) -> float:
-        """Growth of the decode step per request, between batches of 1 and 32 with 1,024 tokens of context each."""
-        return (self.decode_s(32, 1024) - self.decode_s(1, 1024)) / 31
+        """Growth of the time per token per request, between batches of 1 and 32 with 1,024 tokens of context each."""
+        return (self.decode_s(32, 1024) - self.decode_s(1, 1024)) / 31 / self.tokens_per_step
 
     def replace(self, **changes: Any) -> HardwareProfile:
         """A copy with some fields changed, validated as a whole.
@@ -283,7 +297,8 @@ def _check_keys(data: Mapping[str, Any], known: tuple[str, ...], prefix: str, so
             fields = ", ".join(known)
             raise ValueError(f"{source}: {prefix}{key} = {data[key]!r}: unknown field: expected one of {fields}")
     for key in known:
-        optional = key in _FIELDS and _FIELDS[key].default is not dataclasses.MISSING
+        name = key.removesuffix("_ms") + "_s" if key.endswith("_ms") else key
+        optional = name in _FIELDS and _FIELDS[name].default is not dataclasses.MISSING
         if key not in data and not optional:
             expectation = _KINDS[key.removesuffix("_ms") + "_s" if key.endswith("_ms") else key][1]
             raise ValueError(f"{source}: {prefix}{key} is missing: expected {expectation}")
@@ -377,8 +392,13 @@ def _is_text(value: object) -> bool:
 
 
 _LARGEST_COUNT = 2**31 - 1
+_MOST_DRAFT_TOKENS = 63
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("name", "gpu", "model", "engine"), (_is_text, "a text that is not empty")),
+    "draft_tokens": (
+        lambda value: value == 0 or (_is_count(value) and value <= _MOST_DRAFT_TOKENS),
+        f"a whole number from 0 to {_MOST_DRAFT_TOKENS}",
+    ),
     "scheduler": (lambda value: value in SCHEDULERS, f"one of {', '.join(SCHEDULERS)}"),
     **dict.fromkeys(_COUNTS, (_is_count, f"a whole number from 1 to {_LARGEST_COUNT}")),
     **dict.fromkeys(("prefix_cache", "priority_order"), (lambda value: isinstance(value, bool), "true or false")),
@@ -386,7 +406,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         (*_TIME_COEFFICIENTS, "jitter_sigma"), (lambda value: _is_number(value) and value >= 0, "a finite number >= 0")
     ),
     **dict.fromkeys(
-        ("expert_share", "watermark"), (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)")
+        ("expert_share", "watermark", "acceptance"),
+        (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"),
     ),
 }
 """By field: whether a value will do, and what will in words."""

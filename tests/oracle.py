@@ -44,11 +44,15 @@ class OracleInstance:
     host_step_s: float = 0.0
     host_per_seq_s: float = 0.0
     kv_bytes_per_token: int = 1
+    draft_tokens: int = 0
+    acceptance: float = 0.0
+    draft_s: float = 0.0
+    draft_per_seq_s: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.scheduler in ("chunked", "prefill_first"), self.scheduler
         if self.scheduler == "chunked":
-            assert self.max_num_batched_tokens > self.max_num_seqs
+            assert self.max_num_batched_tokens > self.max_num_seqs * (1 + self.draft_tokens)
             assert self.watermark_blocks == 0
 
 
@@ -125,7 +129,8 @@ def iteration_time_s(c: OracleInstance, chunks: Sequence[tuple[int, int]], kv_to
     """Duration of an iteration with prefill `chunks` of (context, tokens) and decodes that read `kv_tokens` each."""
     prefill_tokens = sum(tokens for _, tokens in chunks)
     decodes = len(kv_tokens)
-    tokens = prefill_tokens + decodes
+    tokens = prefill_tokens + decodes * (1 + c.draft_tokens)
+    drafting = c.draft_tokens > 0 and decodes > 0
     return (
         c.a_s
         + max(c.w_s, c.b_s * tokens)
@@ -135,7 +140,16 @@ def iteration_time_s(c: OracleInstance, chunks: Sequence[tuple[int, int]], kv_to
         + c.e_s * sum(kv_tokens)
         + c.host_step_s
         + c.host_per_seq_s * decodes
+        + (c.draft_s + c.draft_per_seq_s * decodes) * drafting
     )
+
+
+def split_mix(stream: int) -> float:
+    """A number from 0 to 1, of seed 0."""
+    x = 0x9E3779B97F4A7C15 * (stream + 1) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return ((x ^ x >> 31) >> 11) / 2**53
 
 
 @dataclass(eq=False)
@@ -354,10 +368,26 @@ class Engine:
     def account(self) -> None:
         """Step 1: the iteration that ends has computed its tokens."""
         for job, tokens in self.scheduled:
+            decoded = job.is_decode
             job.computed += tokens
             if job.is_decode:
                 self.complete(job)
+            if decoded:
+                self.accept_drafts(job)
         self.scheduled = []
+
+    def accept_drafts(self, job: Job) -> None:
+        """Tokens of the step besides the one that every decode gives; each takes its place at once, or is lost."""
+        size = self.config.block_size
+        draw = split_mix(7_000_000_033 + job.row * 2**31 + job.generated)
+        right = sum(draw < self.config.acceptance ** (i + 1) for i in range(self.config.draft_tokens))
+        for _ in range(min(right, job.output - job.generated)):
+            if job.computed == len(job.blocks) * size:
+                if not self.memory.free:
+                    return
+                job.blocks.append(self.memory.take())
+            job.computed += 1
+            self.give_token(job)
 
     def complete(self, job: Job) -> None:
         """All tokens of the request are computed."""
@@ -441,7 +471,9 @@ class Engine:
                 break
 
     def budget_left(self) -> int:
-        return self.config.max_num_batched_tokens - sum(tokens for _, tokens in self.scheduled)
+        drafts = self.config.draft_tokens
+        taken = sum(tokens + drafts * job.is_decode for job, tokens in self.scheduled)
+        return self.config.max_num_batched_tokens - taken
 
     def schedule(self, job: Job, tokens: int) -> bool:
         """Take the blocks for the next `tokens` of a running request, at the cost of victims. False if it was one."""

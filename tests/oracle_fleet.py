@@ -23,6 +23,7 @@ from oracle import (
     Span,
     check_fits,
     path_of,
+    split_mix,
 )
 
 from fleetpilot.cluster.config import Failures, Pools, Rebalancing, Scaling, SharedCache
@@ -1170,14 +1171,6 @@ class Fleet:
             end_s=self.now_s,
             samples=self.samples,
         )
-
-
-def split_mix(stream: int) -> float:
-    """A number from 0 to 1, of seed 0."""
-    x = 0x9E3779B97F4A7C15 * (stream + 1) % 2**64
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-    return ((x ^ x >> 31) >> 11) / 2**53
 
 
 def simulate_fleet(

@@ -262,6 +262,31 @@ def fleet_with_shared_cache(
     return table, replace(drawn, instances=instances, shared_cache=cache)
 
 
+def fleet_that_speculates(
+    pick: Pick, exact: bool = False, protocol: str | None = None
+) -> tuple[RequestTable, OracleFleet]:
+    """A fleet, with pools or without, of whose engines some or all decode speculatively."""
+    table, drawn = pick([fleet, fleet_with_pools])(pick, exact, protocol)
+    drafting = {instance: speculating_engine(pick, instance, exact) for instance in dict.fromkeys(drawn.instances)}
+    return table, replace(drawn, instances=tuple(drafting[instance] for instance in drawn.instances))
+
+
+def speculating_engine(pick: Pick, instance: OracleInstance, exact: bool) -> OracleInstance:
+    """The same engine, as a rule with drafts."""
+    drafts = pick([0, 1, 3, 5])
+    budget = instance.max_num_batched_tokens + (
+        drafts * instance.max_num_seqs if instance.scheduler == "chunked" else 0
+    )
+    return replace(
+        instance,
+        draft_tokens=drafts,
+        acceptance=pick([0.3, 0.8, 0.97]),
+        draft_s=pick([0.0, GRID_S / 8 if exact else 0.00217]),
+        draft_per_seq_s=pick([0.0, GRID_S / 16 if exact else 0.000273]),
+        max_num_batched_tokens=budget,
+    )
+
+
 def chunked_engine(pick: Pick, instance: OracleInstance) -> OracleInstance:
     """The same engine with chunked prefill."""
     if instance.scheduler == "chunked":
@@ -372,6 +397,13 @@ def shared_caches(draw: st.DrawFn) -> tuple[RequestTable, OracleFleet]:
     return fleet_with_shared_cache(pick, exact=pick([False, True]))
 
 
+@st.composite
+def speculating(draw: st.DrawFn) -> tuple[RequestTable, OracleFleet]:
+    """`fleet_that_speculates`, with exact times or not, drawn by hypothesis."""
+    pick = _picker(draw)
+    return fleet_that_speculates(pick, exact=pick([False, True]))
+
+
 def fixed_cluster(seed: int) -> Cluster:
     """`cluster`, always the same for a seed."""
     return cluster(random.Random(seed).choice)
@@ -395,6 +427,11 @@ def fixed_pools(seed: int, exact: bool = False) -> tuple[RequestTable, OracleFle
 def fixed_shared_cache(seed: int, exact: bool = False) -> tuple[RequestTable, OracleFleet]:
     """`fleet_with_shared_cache`, always the same for a seed."""
     return fleet_with_shared_cache(random.Random(seed).choice, exact)
+
+
+def fixed_speculating(seed: int, exact: bool = False) -> tuple[RequestTable, OracleFleet]:
+    """`fleet_that_speculates`, always the same for a seed."""
+    return fleet_that_speculates(random.Random(seed).choice, exact)
 
 
 def fixed_fleet_of_fast_and_slow(seed: int) -> tuple[RequestTable, OracleFleet]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ from oracle_fleet import (
     Question,
     simulate_fleet,
 )
-from strategies import fleets, fleets_on_grid, pools, pools_on_grid
+from strategies import fleets, fleets_on_grid, pools, pools_on_grid, shared_caches, speculating
 
 from fleetpilot.cluster.config import Failures, Pools, Rebalancing, Scaling
 from fleetpilot.workloads.table import RequestTable, make_table
@@ -890,13 +891,16 @@ def test_a_request_that_lost_its_instance_is_rejected_only_before_its_first_toke
 # --- all of it together -----------------------------------------------------------------------------------------------
 
 
-@given(fleets() | fleets_on_grid() | pools() | pools_on_grid())
+@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches() | speculating())
 def test_every_request_ends(drawn: tuple[RequestTable, OracleFleet]) -> None:
     """Conservation and order in time are asserted inside the oracle."""
     table, fleet = drawn
     result = simulate_fleet(table, fleet, KeyedChoice(reject_share=0.1).choose)
+    drafts = max(instance.draft_tokens for instance in fleet.instances)
     for request in result.requests:
-        assert all(a < b for a, b in zip(request.token_times, request.token_times[1:], strict=False))
+        times = request.token_times
+        assert all(a <= b for a, b in pairwise(times))
+        assert all(a < b for a, b in zip(times, times[1 + drafts :], strict=False))
         parent = table.parent[request.row]
         lost = (
             parent >= 0 and not math.isnan(table.think_s[request.row]) and math.isnan(result.requests[parent].finish_s)

@@ -13,6 +13,7 @@ from fleetpilot.cluster import FleetConfig, RunLog, simulate
 from fleetpilot.fleet.profiles import PROVENANCE_KEYS, HardwareProfile
 
 COST_FIELDS = ("a_s", "w_s", "b_s", "w_e_s", "expert_share", "c_s", "d_s", "e_s", "host_step_s", "host_per_seq_s")
+DRAFT_FIELDS = ("draft_tokens", "acceptance", "draft_s", "draft_per_seq_s")
 
 
 def profile_of(instance: oracle.OracleInstance, name: str) -> HardwareProfile:
@@ -35,7 +36,7 @@ def profile_of(instance: oracle.OracleInstance, name: str) -> HardwareProfile:
         kv_bytes_per_token=instance.kv_bytes_per_token,
         priority_order=instance.priority_order,
         provenance=dict.fromkeys(PROVENANCE_KEYS, "drawn at random"),
-        **{name: getattr(instance, name) for name in COST_FIELDS},
+        **{name: getattr(instance, name) for name in (*COST_FIELDS, *DRAFT_FIELDS)},
     )
 
 
@@ -76,9 +77,9 @@ def assert_same(log: RunLog, expected: oracle.OracleResult) -> None:
 
 def assert_same_gaps(log: RunLog, expected: oracle.OracleResult) -> None:
     """The histogram of gaps between tokens."""
-    gaps = np.concatenate([np.diff(r.token_times) for r in expected.requests])
-    assert log.itl_counts.sum() == len(gaps)
     edges = log.itl_edges_s
+    gaps = np.maximum(np.concatenate([np.diff(r.token_times) for r in expected.requests]), edges[0])
+    assert log.itl_counts.sum() == len(gaps)
     # a gap within rounding of an edge may fall on either side of it
     low, _ = np.histogram(gaps * (1 - 1e-9), edges)
     high, _ = np.histogram(gaps * (1 + 1e-9), edges)

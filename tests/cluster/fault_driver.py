@@ -24,6 +24,7 @@ from strategies import (
     fixed_fleet_of_fast_and_slow,
     fixed_pools,
     fixed_shared_cache,
+    fixed_speculating,
 )
 
 from fleetpilot.baselines import load_policy
@@ -49,6 +50,8 @@ POOL_SEEDS_ON_GRID = (2, 28, 12, 58)
 POOL_SEEDS = (13, 15, 3)
 
 SHARED_CACHE_SEEDS = (6, 14, 13, 10, 15, 41)
+
+SPECULATION_SEEDS = (0, 6, 185)
 
 DIFFERENT = 3
 """Not 1, Python's status for errors, at import for instance."""
@@ -92,11 +95,20 @@ POOLS += [partial(compare_fleet, fixed_pools, seed) for seed in POOL_SEEDS]
 SHARED_CACHES = [partial(compare_fleet, partial(fixed_shared_cache, exact=True), seed) for seed in SHARED_CACHE_SEEDS]
 
 
+SPECULATION = [partial(compare_fleet, partial(fixed_speculating, exact=True), seed) for seed in SPECULATION_SEEDS]
+
+
 def give_up(signum: int, frame: object) -> None:
     raise TimeoutError(f"not done after {PATIENCE_S} s")
 
 
-CASES = {"clusters": CLUSTERS, "fleets": FLEETS, "pools": POOLS, "shared_cache": SHARED_CACHES}
+CASES = {
+    "clusters": CLUSTERS,
+    "fleets": FLEETS,
+    "pools": POOLS,
+    "shared_cache": SHARED_CACHES,
+    "speculation": SPECULATION,
+}
 
 
 def main(kind: str) -> int:

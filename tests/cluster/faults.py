@@ -79,7 +79,7 @@ FAULTS = (
     Fault(
         "a prefill chunk may use the budget that the decodes have used",
         SCHEDULER,
-        "budget = engine.max_num_batched_tokens - inst.decodes - prefill",
+        "budget = engine.max_num_batched_tokens - inst.decodes * (1 + engine.cost.draft_tokens) - prefill",
         "budget = engine.max_num_batched_tokens - prefill",
     ),
     Fault(
@@ -1175,5 +1175,76 @@ SHARED_CACHE_FAULTS = (
         LIFECYCLE,
         "    if env.transfers != 0:\n        _clear_pulls(",
         "    if env.pools != 0:\n        _clear_pulls(",
+    ),
+)
+
+SPECULATION_FAULTS = (
+    Fault(
+        "drafts are computed for free",
+        COST_MODEL,
+        "decodes * (1 + cost.draft_tokens)",
+        "decodes",
+    ),
+    Fault(
+        "an iteration without decodes drafts too",
+        COST_MODEL,
+        "if cost.draft_tokens > 0 and decodes > 0:",
+        "if cost.draft_tokens > 0:",
+    ),
+    Fault(
+        "drafts take nothing of the budget",
+        SCHEDULER,
+        "budget = engine.max_num_batched_tokens - inst.decodes * (1 + engine.cost.draft_tokens) - prefill",
+        "budget = engine.max_num_batched_tokens - inst.decodes - prefill",
+    ),
+    Fault(
+        "a draft is right whatever those before it were",
+        ITERATIONS,
+        "            probability *= engine.cost.acceptance\n",
+        "",
+    ),
+    Fault(
+        "a request gets more tokens than its output has",
+        ITERATIONS,
+        "more = min(right, min(slot.output_tokens - generated, room",
+        "more = min(right, min(slot.output_tokens, room",
+    ),
+    Fault(
+        "drafts that are right take no blocks",
+        ITERATIONS,
+        "take(s, inst, blocks_for(computed + more, engine.block_size) - blocks_for(computed, engine.block_size))",
+        "pass",
+    ),
+    Fault(
+        "drafts that are right are lost where they need a block",
+        ITERATIONS,
+        "        room = blocks_for(computed, engine.block_size) + available_blocks(inst)\n",
+        "        room = blocks_for(computed, engine.block_size)\n",
+    ),
+    Fault(
+        "requests that sit an iteration out are given drafts",
+        ITERATIONS,
+        "    for position in range(inst.sitting_out):\n        entry = batch_at(s, inst.batch0 + position)\n"
+        "        if entry.finish_step == NEVER:\n            continue\n",
+        "    for position in range(inst.in_batch):\n        entry = batch_at(s, inst.batch0 + position)\n"
+        "        if entry.finish_step == NEVER:\n            continue\n",
+    ),
+    Fault(
+        "a decode that is further keeps its residue",
+        SCHEDULER,
+        "    slot.generated += tokens\n    residue = (slot.prompt_tokens + slot.generated - 1) % engine.block_size\n",
+        "    slot.generated += tokens\n",
+    ),
+    Fault(
+        "a leap is made over drafts",
+        KERNEL,
+        "one_by_one = engine.cost.jitter_sigma != 0.0 or engine.cost.draft_tokens > 0",
+        "one_by_one = engine.cost.jitter_sigma != 0.0",
+    ),
+    Fault(
+        "the first to finish is not looked for again",
+        ITERATIONS,
+        "    inst.first_finish_step = first_finish(s, inst)\n    inst.changed = 1\n",
+        "    inst.changed = 1\n",
     ),
 )

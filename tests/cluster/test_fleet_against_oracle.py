@@ -4,7 +4,7 @@ import numpy as np
 from comparison import assert_bitwise_equal
 from fleet_comparison import FleetCase, assert_same_run, run_kernel_fleet
 from hypothesis import given
-from strategies import fleets, fleets_on_grid, pools, pools_on_grid, shared_caches
+from strategies import fleets, fleets_on_grid, pools, pools_on_grid, shared_caches, speculating
 
 
 @given(fleets())
@@ -32,13 +32,18 @@ def test_loads_from_a_shared_cache_equal_the_oracle(case: FleetCase) -> None:
     assert_same_run(case)
 
 
-@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches())
+@given(speculating())
+def test_speculative_decoding_equals_the_oracle(case: FleetCase) -> None:
+    assert_same_run(case)
+
+
+@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches() | speculating())
 def test_rejections_equal_the_oracle(case: FleetCase) -> None:
     assert_same_run(case, reject_share=0.3)
     run_kernel_fleet(case, leap=True, check=True, reject_share=0.3)
 
 
-@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches())
+@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches() | speculating())
 def test_leaps_equal_single_steps_bitwise(case: FleetCase) -> None:
     leaping, asked = run_kernel_fleet(case, leap=True)
     stepping, asked_stepping = run_kernel_fleet(case, leap=False)
@@ -48,6 +53,6 @@ def test_leaps_equal_single_steps_bitwise(case: FleetCase) -> None:
     assert_bitwise_equal(leaping, stepping)
 
 
-@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches())
+@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches() | speculating())
 def test_conservation(case: FleetCase) -> None:
     run_kernel_fleet(case, leap=True, check=True)

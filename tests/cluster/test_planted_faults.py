@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults import FAULTS, FLEET_FAULTS, POOL_FAULTS, SHARED_CACHE_FAULTS, Fault
+from faults import FAULTS, FLEET_FAULTS, POOL_FAULTS, SHARED_CACHE_FAULTS, SPECULATION_FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("fault_driver.py")
@@ -48,7 +48,7 @@ def drive(package: Path, kind: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("kind", ["clusters", "fleets", "pools", "shared_cache"])
+@pytest.mark.parametrize("kind", ["clusters", "fleets", "pools", "shared_cache", "speculation"])
 def test_the_kernels_as_they_are_pass(kind: str, tmp_path: Path) -> None:
     done = drive(copy_package(tmp_path), kind)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -79,3 +79,8 @@ def test_a_fault_planted_in_the_model_of_pools_is_found(fault: Fault, tmp_path: 
 @pytest.mark.parametrize("fault", SHARED_CACHE_FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_planted_in_the_shared_cache_is_found(fault: Fault, tmp_path: Path) -> None:
     find(fault, "shared_cache", tmp_path)
+
+
+@pytest.mark.parametrize("fault", SPECULATION_FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_planted_in_speculative_decoding_is_found(fault: Fault, tmp_path: Path) -> None:
+    find(fault, "speculation", tmp_path)

@@ -255,6 +255,18 @@ def test_the_record_is_what_kernels_compute_with(profile: HardwareProfile) -> No
     assert expected_s == pytest.approx(by_hand_s, rel=1e-12)
 
 
+def test_speculative_decoding_costs_and_pays() -> None:
+    plain = PROFILES["h100-llama-3.1-8b"]
+    changes = {"draft_tokens": 3, "acceptance": 0.5, "draft_s": 0.002, "draft_per_seq_s": 0.0001}
+    drafting = plain.replace(**changes, max_num_seqs=256)
+    assert (plain.tokens_per_step, drafting.tokens_per_step) == (1.0, 1 + 0.5 + 0.25 + 0.125)
+    assert drafting.iteration_s(500, 0.0, 0, 0) == plain.iteration_s(500, 0.0, 0, 0)
+    # 8 decodes compute as many tokens as 32, but 24 of these cost neither `d` nor `host_per_seq`
+    more_s = 0.002 + 8 * 0.0001 - 24 * (plain.d_s + plain.host_per_seq_s)
+    assert drafting.iteration_s(500, 0.0, 8, 9_000) == pytest.approx(plain.iteration_s(500, 0.0, 32, 9_000) + more_s)
+    assert drafting.decode_step_s == pytest.approx(drafting.decode_s(1, 1024) / 1.875)
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +285,12 @@ def test_the_record_is_what_kernels_compute_with(profile: HardwareProfile) -> No
         ({"max_model_len": 440_112}, r"max_model_len = 440112: expected <= 440096"),
         ({"a_s": math.nan}, r"a_s = nan: expected a finite number >= 0"),
         ({"jitter_sigma": -0.1}, r"jitter_sigma = -0.1: expected a finite number >= 0"),
+        ({"draft_tokens": 64}, r"draft_tokens = 64: expected a whole number from 0 to 63"),
+        (
+            {"draft_tokens": 7},
+            r"max_num_batched_tokens = 8192: expected > max_num_seqs \(1024\) x 8 \(1 \+ draft_tokens\)",
+        ),
+        ({"acceptance": 1.0}, r"acceptance = 1.0: expected a number in \[0, 1\)"),
         ({"w_e_s": 0.01}, r"expert_share = 0.0: expected > 0 where w_e is > 0"),
         ({"expert_share": 1.5}, r"expert_share = 1.5: expected a number in \[0, 1\)"),
         ({"provenance": {}}, r"provenance.cost = None: expected a text"),
