@@ -357,6 +357,15 @@ def test_simulate_with_pools(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"1 x {of} (prefill), 2 x {of} (decode)" in capsys.readouterr().out
 
 
+def test_simulate_with_a_shared_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--workload", "sessions/chat?n=50&loop=open", "--shared-cache-gb", "64", "--json"]
+    assert run("simulate", *options, "--profile", "h100-llama-3.1-8b") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["config"]["fleet"]["shared_cache"]["capacity_bytes"] == 64e9
+    assert run("simulate", *options, "--profile", "a10-llama-7b") == 2
+    assert "shared_cache with a10-llama-7b: expected engines with chunked prefill" in capsys.readouterr().err
+
+
 def test_simulate_prints_json_in_vllms_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("simulate", "--workload", SMALL, "--fleet", "a10-llama-7b:1,tiny-cpu:1", "--json", "--seed", "3") == 0
     summary = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)

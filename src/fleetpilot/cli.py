@@ -413,6 +413,12 @@ def _add_fleet_options(parser: Any) -> None:
         help="with P and D: when the policy says who decodes a request (default at-admission)",
     )
     group.add_argument(
+        "--shared-cache-gb",
+        metavar="GB",
+        type=_positive,
+        help="a cache of so many GB of KV behind the prefix caches of all instances, from which they load",
+    )
+    group.add_argument(
         "--slo",
         metavar="NAME,...",
         type=_names("chat,tight"),
@@ -487,7 +493,7 @@ def _served(
     arguments: argparse.Namespace, workload: str | None, load: float | None
 ) -> tuple[RequestTable, FleetConfig]:
     """What is to be served and by what, as the options say."""
-    from fleetpilot.cluster import Failures, FleetConfig, Rebalancing, Scaling, Telemetry
+    from fleetpilot.cluster import Failures, FleetConfig, Rebalancing, Scaling, SharedCache, Telemetry
     from fleetpilot.evaluation.runner import compile_kernels, stderr_line
     from fleetpilot.evaluation.segments import at_load, instances_for_load, superpose
     from fleetpilot.fleet.slo import SLO_CLASSES
@@ -532,6 +538,9 @@ def _served(
             mtbf_s=math.inf if arguments.mtbf_s is None else arguments.mtbf_s,
         ),
         pools=_pools(arguments),
+        shared_cache=None
+        if arguments.shared_cache_gb is None
+        else SharedCache(capacity_bytes=1e9 * arguments.shared_cache_gb),
     )
     return (at_load(table, fleet, load) if load else table), fleet
 
