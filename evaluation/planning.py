@@ -1,22 +1,22 @@
 """How many instances meet a target at a load: bisection over simulated runs, and what stands in the way of fewer.
 
 A count is an answer when a simulated fleet of that many meets the target on the given requests and one instance less
-does not. Before that, every request is run alone on an instance that forgets nothing: if that misses the target, no
-count meets it.
+does not; of prefill and decode pools, one less of either. Before that, every request is run alone on an instance that
+forgets nothing: if that misses the target, no count meets it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.agents import load_policy
-from fleetpilot.cluster import FleetConfig, Rebalancing, RunLog, simulate
+from fleetpilot.cluster import FleetConfig, Pools, Rebalancing, RunLog, SharedCache, simulate
 from fleetpilot.cluster.state import FINISHED
 from fleetpilot.evaluation import metrics
 from fleetpilot.evaluation.segments import capacity_rps, rate_rps
@@ -33,6 +33,8 @@ FULL = 0.95
 """Share of its KV blocks in use from which an instance's memory is full."""
 OFTEN = 0.1
 """Share of the samples in which memory or batches are full, from which that is what binds."""
+USED_UP = 0.7
+"""Share of a shared cache's bandwidth from which it is what binds."""
 _ALONE_BLOCKS = 2**26
 _ALONE_GAP_S = 1e4
 """Between two requests that are to be alone: longer than any takes."""
@@ -61,6 +63,16 @@ class Target:
             )
 
 
+class Size(NamedTuple):
+    """How many instances, and how many of them only prefill while the others only decode: 0 without pools."""
+
+    instances: int
+    prefill: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.prefill}P+{self.instances - self.prefill}D" if self.prefill else f"{self.instances:,}"
+
+
 @dataclass(frozen=True)
 class Question:
     """Instances of one kind under one policy.
@@ -70,16 +82,90 @@ class Question:
         profile: of every instance.
         policy: its name.
         target: what is to be met.
-        engine: what was changed in the profile, for the record.
+        settings: what was changed in the profile, and what the fleet has besides, for the record.
         max_instances: most that are tried.
+        shared_cache: behind the instances' own, if any.
+        pools: whether some instances only prefill and the others only decode.
     """
 
     table: RequestTable
     profile: HardwareProfile
     policy: str
     target: Target
-    engine: str = ""
+    settings: str = ""
     max_instances: int = 4096
+    shared_cache: SharedCache | None = None
+    pools: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no fleet can be.
+
+        Raises:
+            ValueError: pools or a shared cache with engines that have no use for it; pools of fewer than two instances.
+        """
+        if self.pools and self.max_instances < 2:
+            raise ValueError(f"max_instances = {self.max_instances}: expected at least 2 with pools")
+        self.fleet(Size(2, 1) if self.pools else Size(1))
+
+    def fleet(self, size: Size, rebalancing: Rebalancing | None = None) -> FleetConfig:
+        """So many of these instances."""
+        return FleetConfig.of(
+            self.profile,
+            size.instances,
+            rebalancing=rebalancing,
+            shared_cache=self.shared_cache,
+            pools=Pools.of(prefill=size.prefill, decode=size.instances - size.prefill) if size.prefill else None,
+        )
+
+
+def configured(
+    table: RequestTable,
+    profile: HardwareProfile,
+    policy: str,
+    target: Target,
+    settings: Mapping[str, bool | int | float],
+    max_instances: int = 4096,
+) -> Question:
+    """The question of a fleet with changes.
+
+    Args:
+        table: see `Question`, as all others.
+        profile: as it is without them.
+        policy: its name.
+        target: what is to be met.
+        settings: fields of the profile (times as ``draft_ms`` in milliseconds); ``chunked_prefill``: without it, whole
+            prompts come before all decodes, as in vLLM before it had chunks; ``shared_cache_gb``: capacity of a cache
+            that all instances share; ``pools``: whether there are pools.
+        max_instances: most that are tried.
+
+    Raises:
+        ValueError: no fleet can be so; named are a field, its value and what was expected.
+    """
+    changes: dict[str, Any] = dict(settings)
+    shared_gb, pools = changes.pop("shared_cache_gb", None), bool(changes.pop("pools", False))
+    chunked = changes.pop("chunked_prefill", None)
+    for name in [name for name in changes if name.endswith("_ms")]:
+        changes[name.removesuffix("_ms") + "_s"] = changes.pop(name) / 1e3
+    if chunked is not None:
+        changes |= _chunking(profile, chunked)
+    return Question(
+        table,
+        profile.replace(**changes),
+        policy,
+        target,
+        ", ".join(f"{name}={str(value).lower()}" for name, value in settings.items()),
+        max_instances,
+        None if shared_gb is None else SharedCache(capacity_bytes=1e9 * shared_gb),
+        pools,
+    )
+
+
+def _chunking(profile: HardwareProfile, chunked: bool) -> dict[str, Any]:
+    """What is other in an engine with or without chunked prefill; without, a batch holds the longest prompt."""
+    if chunked:
+        return {"scheduler": "chunked", "watermark": 0.0}
+    budget = max(profile.max_num_batched_tokens, profile.max_model_len)
+    return {"scheduler": "prefill_first", "max_num_batched_tokens": budget}
 
 
 @dataclass(frozen=True)
@@ -87,7 +173,7 @@ class Measured:
     """A simulated fleet.
 
     Attributes:
-        instances: of the fleet.
+        size: of the fleet.
         ttft_s: at the target's percentile.
         tpot_s: likewise.
         waiting_share: of the TTFT of the requests above that percentile, the share before they were first in a batch.
@@ -95,11 +181,13 @@ class Measured:
             in use.
         batch_full_share: of the same, those with ``max_num_seqs`` requests in the batch.
         running_max: requests in a batch at any sample.
-        prefix_hit_ratio: tokens found in the prefix cache over tokens looked up; None where nothing was.
+        prefix_hit_ratio: tokens found in the prefix caches, the shared one too, over tokens looked up; None where
+            nothing was.
         busy_share: time in iterations.
+        loads_share: of the bandwidth of the shared cache, what loads from it took; 0 without one.
     """
 
-    instances: int
+    size: Size
     ttft_s: float
     tpot_s: float
     waiting_share: float
@@ -108,6 +196,7 @@ class Measured:
     running_max: int
     prefix_hit_ratio: float | None
     busy_share: float
+    loads_share: float
 
     def missed(self, target: Target) -> tuple[str, ...]:
         """Which of the target's latencies are not met."""
@@ -129,7 +218,8 @@ class Answer:
         question: what was asked.
         rate_rps: requests per second that the table offers.
         enough: the smallest fleet that meets the target, None if none does.
-        too_few: the largest that does not: one less; None where one instance is enough or none ever is.
+        too_few: what does not: the same with one less, of either pool where there are two; empty where one instance
+            is enough or none ever is.
         alone: every request by itself.
         binds: what stands in the way of fewer instances, or of any count.
     """
@@ -137,9 +227,14 @@ class Answer:
     question: Question
     rate_rps: float
     enough: Measured | None
-    too_few: Measured | None
+    too_few: tuple[Measured, ...]
     alone: Measured
     binds: str
+
+    @property
+    def gpus(self) -> int | None:
+        """Of the smallest fleet."""
+        return None if self.enough is None else self.enough.size.instances * self.question.profile.tp
 
     def record(self) -> dict[str, Any]:
         """For a file: the question by names, the answer in full."""
@@ -148,11 +243,12 @@ class Answer:
             "workload": question.table.name,
             "rate_rps": self.rate_rps,
             "profile": question.profile.name,
-            "engine": question.engine,
+            "settings": question.settings,
             "policy": question.policy,
             "target": question.target,
-            "instances": None if self.enough is None else self.enough.instances,
-            "gpus": None if self.enough is None else self.enough.instances * question.profile.tp,
+            "instances": None if self.enough is None else self.enough.size.instances,
+            "prefill": None if self.enough is None else self.enough.size.prefill,
+            "gpus": self.gpus,
             "enough": self.enough,
             "too_few": self.too_few,
             "alone": self.alone,
@@ -171,22 +267,52 @@ def answer(question: Question) -> Answer:
     alone = _alone(question)
     missed = alone.missed(target)
     if missed:
-        return Answer(question, rate, None, None, alone, f"infeasible at any count: {_alone_text(alone, missed)}")
-    known: dict[int, Measured] = {}
+        return Answer(question, rate, None, (), alone, f"infeasible at any count: {_alone_text(alone, missed)}")
+    known: dict[Size, Measured] = {}
 
-    def meets(instances: int) -> bool:
-        if instances not in known:
-            known[instances] = measure(question, instances)
-        return not known[instances].missed(target)
+    def meets(size: Size) -> bool:
+        if size not in known:
+            known[size] = measure(question, size)
+        return not known[size].missed(target)
 
     start = math.ceil(rate / capacity_rps(question.table, FleetConfig((question.profile,))))
-    count = fewest(meets, start, question.max_instances)
-    if count is None:
-        most = known[question.max_instances]
-        return Answer(question, rate, None, most, alone, f"not with {most.instances}: {_binds(most, question)}")
-    too_few = known.get(count - 1)
-    binds = _binds(too_few, question) if too_few is not None else "one instance is enough"
-    return Answer(question, rate, known[count], too_few, alone, binds)
+    search = _fewest_in_pools if question.pools else _fewest_of_one_kind
+    size = search(meets, start, question.max_instances)
+    if size is None:
+        most = max(known.values(), key=lambda measured: measured.size.instances)
+        return Answer(question, rate, None, (most,), alone, f"not with {most.size}: {_binds(most, question)}")
+    too_few = tuple(known[less] for less in _one_less(size) if less in known)
+    enough = "one instance of each is enough" if question.pools else "one instance is enough"
+    binds = "; ".join(_binds(of, question) for of in too_few) or enough
+    return Answer(question, rate, known[size], too_few, alone, binds)
+
+
+def _fewest_of_one_kind(meets: Callable[[Size], bool], start: int, most: int) -> Size | None:
+    count = fewest(lambda count: meets(Size(count)), start, most)
+    return None if count is None else Size(count)
+
+
+def _fewest_in_pools(meets: Callable[[Size], bool], start: int, most: int) -> Size | None:
+    """Pools of which neither can spare an instance: equal ones first, then fewer to prefill, then fewer to decode."""
+    equal = fewest(lambda count: meets(Size(2 * count, count)), math.ceil(start / 2), most // 2)
+    if equal is None:
+        return None
+    prefill = fewest(lambda count: meets(Size(count + equal, count)), equal, equal)
+    assert prefill is not None  # equal pools meet it
+    decode = fewest(lambda count: meets(Size(prefill + count, prefill)), equal, equal)
+    assert decode is not None  # likewise
+    size = Size(prefill + decode, prefill)
+    while (less := next(filter(meets, _one_less(size)), None)) is not None:
+        size = less
+    return size
+
+
+def _one_less(size: Size) -> list[Size]:
+    """The fleets with one instance less, of either pool."""
+    if not size.prefill:
+        return [Size(size.instances - 1)] if size.instances > 1 else []
+    less = [Size(size.instances - 1, size.prefill - 1), Size(size.instances - 1, size.prefill)]
+    return [of for of in less if 0 < of.prefill < of.instances]
 
 
 def fewest(meets: Callable[[int], bool], start: int, most: int) -> int | None:
@@ -214,14 +340,13 @@ def fewest(meets: Callable[[int], bool], start: int, most: int) -> int | None:
     return high
 
 
-def measure(question: Question, instances: int) -> Measured:
+def measure(question: Question, size: Size) -> Measured:
     """Simulate a fleet and look at what the target is about."""
     policy = load_policy(question.policy)
     rebalancing = Rebalancing() if KIND_SOURCE in kinds_of(policy) else None
-    fleet = FleetConfig.of(question.profile, instances, rebalancing=rebalancing)
-    log = simulate(question.table, fleet, policy, sample_interval_s=1.0)
+    log = simulate(question.table, question.fleet(size, rebalancing), policy, sample_interval_s=1.0)
     window = metrics.window_after_warmup(question.table, WARMUP_SHARE)
-    return _measured(log, window, instances, question)
+    return _measured(log, window, size, question)
 
 
 def _alone(question: Question) -> Measured:
@@ -230,10 +355,10 @@ def _alone(question: Question) -> Measured:
     fleet = FleetConfig((question.profile.replace(kv_blocks=max(_ALONE_BLOCKS, question.profile.kv_blocks)),))
     log = simulate(table, fleet, load_policy("round-robin"), sample_interval_s=None)
     window = metrics.window_after_warmup(question.table, WARMUP_SHARE)
-    return _measured(log, window, 1, question)
+    return _measured(log, window, Size(1), question)
 
 
-def _measured(log: RunLog, window: metrics.Window, instances: int, question: Question) -> Measured:
+def _measured(log: RunLog, window: metrics.Window, size: Size, question: Question) -> Measured:
     target = question.target
     requests = log.requests[window.contains(question.table.arrival_s)]
     values = metrics.request_metrics(requests)
@@ -247,17 +372,27 @@ def _measured(log: RunLog, window: metrics.Window, instances: int, question: Que
     memory_full = samples["used_blocks"] > FULL * (samples["used_blocks"] + samples["free_blocks"])
     batch_full = samples["running"] >= question.profile.max_num_seqs
     queried = engines["prefix_queries_tokens"].sum()
+    found = engines["prefix_hits_tokens"].sum() + log.requests["loaded_tokens"].sum()
     return Measured(
-        instances,
+        size,
         _percentile(ttft_s, target.percentile),
         _percentile(tpot_s, target.percentile),
         float(waited_s / took_s) if took_s else 0.0,
         float(memory_full.mean()) if len(samples) else 0.0,
         float(batch_full.mean()) if len(samples) else 0.0,
         int(samples["running"].max(initial=0)),
-        float(engines["prefix_hits_tokens"].sum() / queried) if queried else None,
+        float(found / queried) if queried else None,
         float(engines["busy_s"].sum() / engines["alive_s"].sum()),
+        _loads_share(log, question),
     )
+
+
+def _loads_share(log: RunLog, question: Question) -> float:
+    """Over the time in which requests arrive."""
+    if question.shared_cache is None or question.table.span_s == 0:
+        return 0.0
+    loaded_bytes = float(log.requests["loaded_tokens"].sum()) * question.profile.kv_bytes_per_token
+    return loaded_bytes / (question.shared_cache.bandwidth_bytes_per_s * question.table.span_s)
 
 
 def _percentile(values: NDArray[np.float64], percentile: float) -> float:
@@ -280,30 +415,32 @@ def _binds(measured: Measured, question: Question) -> str:
         cause = f"batches are full (max_num_seqs {question.profile.max_num_seqs})"
     elif measured.memory_full_share > OFTEN:
         cause = "KV memory is full"
+    elif measured.loads_share > USED_UP:
+        cause = f"the shared cache's bandwidth is used up ({100 * measured.loads_share:.0f} %)"
     else:
         busy, waiting = 100 * measured.busy_share, 100 * measured.waiting_share
         cause = f"computing takes too long (busy {busy:.0f} %; {waiting:.0f} % of the slowest TTFTs is waiting)"
     values = {"TTFT": f"{1e3 * measured.ttft_s:.0f} ms", "TPOT": f"{1e3 * measured.tpot_s:.1f} ms"}
     latencies = ", ".join(f"{name} {values[name]}" for name in missed)
-    return f"{latencies} with {measured.instances}: {cause}"
+    return f"{latencies} with {measured.size}: {cause}"
 
 
 def plan_table(answers: list[Answer]) -> Table:
     """The answers side by side, the fewest GPUs marked."""
     first = answers[0].question
-    gpus = [of.enough.instances * of.question.profile.tp if of.enough else None for of in answers]
-    fewest_gpus = min((count for count in gpus if count is not None), default=None)
+    fewest_gpus = min((of.gpus for of in answers if of.gpus is not None), default=None)
     rows = []
-    for of, count in zip(answers, gpus, strict=True):
-        shown = of.enough or of.too_few or of.alone
+    for of in answers:
+        shown = of.enough or (of.too_few[0] if of.too_few else of.alone)
+        count = of.gpus
         per_gpu = None if count is None else of.rate_rps / count
         hits = shown.prefix_hit_ratio
         rows.append(
             [
                 Text(of.question.profile.name),
-                Text(of.question.engine or "-"),
+                Text(of.question.settings or "-"),
                 Text(of.question.policy),
-                Text("-" if of.enough is None else f"{of.enough.instances:,}"),
+                Text("-" if of.enough is None else str(of.enough.size)),
                 Text("-" if count is None else f"{count:,}", best=count is not None and count == fewest_gpus),
                 Text(number(per_gpu)),
                 Text(_milliseconds(shown.ttft_s)),
@@ -323,7 +460,7 @@ def plan_table(answers: list[Answer]) -> Table:
     return Table(
         f"{first.table.name}, {number(answers[0].rate_rps)} requests/s: {percentile} of {wanted}",
         [
-            *("profile", "engine", "policy", "instances", "GPUs", "req/s per GPU"),
+            *("profile", "settings", "policy", "instances", "GPUs", "req/s per GPU"),
             *(f"TTFT {percentile} ms", f"TPOT {percentile} ms", "prefix hits %", "busy %", "what binds"),
         ],
         rows,

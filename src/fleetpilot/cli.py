@@ -952,7 +952,9 @@ def _add_plan(commands: Any) -> None:
         "--profiles h100-llama-3.1-8b,l40s-llama-3.1-8b\n"
         "  fleetpilot plan --workload trace.csv --policies round-robin,lmetric --ttft-ms 300 --tpot-ms 40\n"
         "  fleetpilot plan --workload 'poisson?rate=100' --profiles h100-llama-3.1-8b --tpot-ms 50 "
-        "--engine max_num_seqs=64 --engine max_num_batched_tokens=2048,prefix_cache=false\n",
+        "--engine max_num_seqs=64 --engine draft_tokens=3,acceptance=0.7,draft_ms=1\n"
+        "  fleetpilot plan --workload 'sessions/chat?rate=100&n=5000' --ttft-ms 300 --tpot-ms 30 "
+        "--engine pools=false --engine pools=true --engine shared_cache_gb=500\n",
     )
     parser.add_argument(
         "--workload", metavar="NAME", help="a trace file or a generated workload; its rate is what is to be served"
@@ -982,7 +984,8 @@ def _add_plan(commands: Any) -> None:
         metavar="FIELD=VALUE,...",
         action="append",
         type=_engine,
-        help=f"change the engines: {', '.join(ENGINE_FIELDS)}; may be given again, for another fleet of each kind",
+        help=f"change the engines and what the fleet has besides: {', '.join(ENGINE_FIELDS)}; may be given again, for "
+        "another fleet of each kind",
     )
     parser.add_argument("--ttft-ms", metavar="MS", type=_positive, help="target for the time to the first token")
     parser.add_argument("--tpot-ms", metavar="MS", type=_positive, help="target for the mean time per token after it")
@@ -1003,26 +1006,46 @@ def _positive(text: str) -> float:
     return _number(text)
 
 
-ENGINE_FIELDS = ("prefix_cache", "max_num_seqs", "max_num_batched_tokens")
-"""Of a profile: what ``vllm serve`` sets by options of these names."""
+ENGINE_FIELDS = {
+    "prefix_cache": bool,
+    "chunked_prefill": bool,
+    "max_num_seqs": int,
+    "max_num_batched_tokens": int,
+    "draft_tokens": int,
+    "acceptance": float,
+    "draft_ms": float,
+    "draft_per_seq_ms": float,
+    "shared_cache_gb": float,
+    "pools": bool,
+}
+"""What a plan can change (`fleetpilot.evaluation.planning.configured`), and what its values are."""
 
 
-def _engine(text: str) -> dict[str, bool | int]:
-    """FIELD=VALUE,... as the changes of a profile."""
+def _engine(text: str) -> dict[str, bool | int | float]:
+    """FIELD=VALUE,... as the changes of a profile and of a fleet."""
     expected = f"FIELD=VALUE,... of {', '.join(ENGINE_FIELDS)}, as max_num_seqs=64,prefix_cache=false"
-    changes: dict[str, bool | int] = {}
+    changes: dict[str, bool | int | float] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
-        known = {"true": True, "false": False} if name == "prefix_cache" else {}
-        if name not in ENGINE_FIELDS or name in changes or not (value in known or (not known and value.isdecimal())):
+        known = _engine_value(ENGINE_FIELDS[name], value) if name in ENGINE_FIELDS and name not in changes else None
+        if known is None:
             raise argparse.ArgumentTypeError(f"{part!r}: expected {expected}")
-        changes[name] = known[value] if known else int(value)
+        changes[name] = known
     return changes
+
+
+def _engine_value(kind: type, text: str) -> bool | int | float | None:
+    """The value of a field, None for anything else."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text)
+    if kind is int:
+        return int(text) if text.isdecimal() else None
+    return _number(text) if 0 <= _number(text) < math.inf else None
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     from fleetpilot.evaluation.backends import map_over_workers
-    from fleetpilot.evaluation.planning import Answer, Question, Target, answer, plan_table
+    from fleetpilot.evaluation.planning import Answer, Target, answer, configured, plan_table
     from fleetpilot.evaluation.provenance import to_json
     from fleetpilot.evaluation.runner import compile_kernels, stderr_line
     from fleetpilot.evaluation.segments import superpose
@@ -1038,14 +1061,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     policies = [_policy(name) for name in arguments.policies]
     table = _fitting(superpose(_table(arguments.workload), arguments.superpose), profiles, arguments.drop_over_length)
     questions = [
-        Question(
-            table,
-            profile.replace(**changes),
-            policy,
-            target,
-            ", ".join(f"{name}={str(value).lower()}" for name, value in changes.items()),
-            arguments.max_instances,
-        )
+        configured(table, profile, policy, target, changes, arguments.max_instances)
         for profile in profiles
         for changes in arguments.engine or [{}]
         for policy in policies
