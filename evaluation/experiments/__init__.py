@@ -23,6 +23,7 @@ PUBLISHED = (
     "llumnix-fig15",
     "llumnix-stock",
     "calibrate-then-route",
+    "distserve-splitwise",
 )
 """Those of papers."""
 EXPERIMENTS = (*PUBLISHED, "five-scenarios", "learned")
