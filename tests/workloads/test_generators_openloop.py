@@ -270,11 +270,17 @@ class TestServeGen:
     ("content", "message"),
     [
         (b"junk", r"client_windows.csv.gz: expected gzipped CSV \(Not a gzipped file"),
-        (gzip.compress(b"client_id,t_s\n1,2\n")[:-9], "client_windows.csv.gz: expected gzipped CSV"),
-        (gzip.compress(b"client_id,t_s\n1,2\n"), "client_windows.csv.gz: expected a column 'rate_rps'"),
-        (gzip.compress(b"client_id,t_s,rate_rps,pattern\n1,x,1,Gamma\n"), "t_s = 'x': expected a finite number"),
-        (gzip.compress(b"client_id,t_s,rate_rps,pattern\n1,0,1,Gamma\n"), "cv = None: expected a finite number"),
-        (gzip.compress(b"client_id,t_s,rate_rps,pattern\n1,0\n"), "rate_rps = None: expected a finite number"),
+        (gzip.compress(b"client_id,t_s\n1,2\n", mtime=0)[:-9], "client_windows.csv.gz: expected gzipped CSV"),
+        (gzip.compress(b"client_id,t_s\n1,2\n", mtime=0), "client_windows.csv.gz: expected a column 'rate_rps'"),
+        (
+            gzip.compress(b"client_id,t_s,rate_rps,pattern\n1,x,1,Gamma\n", mtime=0),
+            "t_s = 'x': expected a finite number",
+        ),
+        (
+            gzip.compress(b"client_id,t_s,rate_rps,pattern\n1,0,1,Gamma\n", mtime=0),
+            "cv = None: expected a finite number",
+        ),
+        (gzip.compress(b"client_id,t_s,rate_rps,pattern\n1,0\n", mtime=0), "rate_rps = None: expected a finite number"),
     ],
 )
 def test_a_damaged_servegen_folder_is_refused_by_file_and_field(content: bytes, message: str, tmp_path: Path) -> None:
