@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from fleetpilot.fleet.slo import SLO_CLASSES
+
 ENVIRONMENT = "FLEETPILOT_SERVE_"
 """Prefix of the environment variables: ``FLEETPILOT_SERVE_PORT=8000``."""
 
@@ -37,6 +39,7 @@ class ServeConfig:
         policy: a baseline's name, or the folder of an exported policy, with parameters behind a ``?``.
         fallback: the baseline that decides where the policy cannot.
         profile: of the engines, by name or TOML file: the constants that policies read.
+        slo: class of targets that policies are told all requests have: `chat`, `tight`, `loose` or `length-scaled`.
         host: address to listen on.
         port: to listen on; 0 takes a free one.
         api_keys: a client must present one of them; none: no key is asked for.
@@ -99,6 +102,7 @@ class ServeConfig:
     policy: str = "llumnix"
     fallback: str = "join-shortest-queue"
     profile: str = "h100-llama-3.1-8b"
+    slo: str = "chat"
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
@@ -186,6 +190,8 @@ class ServeConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and low <= value <= high):
                 raise ValueError(f"{name} = {value!r}: expected a number from {low:g} to {high:,.10g}")
+        if self.slo not in SLO_CLASSES:
+            raise ValueError(f"slo = {self.slo!r}: expected one of {', '.join(SLO_CLASSES)}")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("tls_cert and tls_key: expected both or none")
         if bool(self.engines) + bool(self.engines_file) + bool(self.emulate) > 1:

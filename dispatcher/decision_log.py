@@ -7,7 +7,9 @@ the decision that began it. Infinity is ``null``, as JSON has none. Prompts are 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
 import secrets
 import threading
@@ -53,6 +55,8 @@ class DecisionLog:
         self.shadow = shadow
         self.counts: Counter[str] = Counter()
         self._run = secrets.token_hex(4)
+        if path:
+            _end_last_line(Path(path))
         self._file = (
             _File(path, maxBytes=most_bytes // FILES, backupCount=FILES - 1, encoding="utf-8") if path else None
         )
@@ -104,6 +108,13 @@ class DecisionLog:
                 _LOG.warning("decision_log: %s", error)
         else:
             self.counts["written"] += 1
+
+
+def _end_last_line(path: Path) -> None:
+    """A line that a crash cut is not joined to the next."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+            file.write(b"\n")
 
 
 class _File(RotatingFileHandler):

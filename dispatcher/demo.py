@@ -16,6 +16,8 @@ from fleetpilot.dispatcher.service import Dispatcher
 from fleetpilot.fleet.profiles import load_profile
 
 PROFILE = "h100-llama-3.1-8b"
+SLO = "loose"
+"""As `train --config quick` knows it: a policy leaves what it was not trained on to its fallback."""
 ENGINES = 4
 RATE_RPS = 12.0
 PROMPT_TOKENS, ANSWER_TOKENS = 600, 150
@@ -36,7 +38,7 @@ async def serve_for_a_while(policy: str, span_s: float = 20.0, say: Callable[[st
     """
     fleet = EmulatedFleet([load_profile(PROFILE)] * ENGINES)
     await fleet.start()
-    dispatcher = Dispatcher(ServeConfig(engines=tuple(fleet.urls), port=0, policy=policy, profile=PROFILE))
+    dispatcher = Dispatcher(ServeConfig(engines=tuple(fleet.urls), port=0, policy=policy, profile=PROFILE, slo=SLO))
     try:
         await dispatcher.start()
         await dispatcher.ready(ENGINES, _ANSWER_S)
@@ -44,7 +46,7 @@ async def serve_for_a_while(policy: str, span_s: float = 20.0, say: Callable[[st
         say(f"serving {ENGINES} emulated engines with {policy} for {span_s:g} s; watch it at {origin}/dashboard")
         answered = await _load(origin, span_s, random.Random(0))
         _sum_up(dispatcher, answered, say)
-        say(f"go on with: fleetpilot serve --emulate {ENGINES} --policy {policy}")
+        say(f"go on with: fleetpilot serve --emulate {ENGINES} --policy {policy} --slo {SLO}")
         return len(answered)
     finally:
         await dispatcher.stop()
@@ -111,5 +113,6 @@ def _sum_up(dispatcher: Dispatcher, answered: list[tuple[float, float]], say: Ca
     say(
         f"{len(answered)} requests answered; medians: {statistics.median(first_s) * 1e3:.0f} ms to the first token, "
         f"{statistics.median(between_s) * 1e3:.1f} ms between tokens; "
-        f"{dispatcher.counts['migrations completed']} migrations; {fallbacks} decisions by the fallback"
+        f"{dispatcher.counts['migrations completed']} migrations; {fallbacks} of "
+        f"{dispatcher.fleet.host.number} decisions by the fallback"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import Counter, deque
@@ -14,6 +15,9 @@ from fleetpilot.fleet.features import KINDS
 from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of, refuse_oracle
 from fleetpilot.fleet.view import KIND_DISPATCH, NONE, FleetView
 
+_LOG = logging.getLogger("fleetpilot.dispatcher")
+
+OUT_OF_RANGE = "out of range"
 _RECENT = 30
 """Decisions that are kept for who looks."""
 
@@ -93,8 +97,12 @@ class PolicyHost:
     @property
     def fallback_counts(self) -> dict[str, int]:
         """`fallbacks`, and under ``out of range`` the decisions that a learned policy left to its own baseline."""
-        outside = getattr(self.policy, "counts", {}).get("out_of_range", 0) + self.fallbacks["out of range"]
-        return {**self.fallbacks, **({"out of range": outside} if outside else {})}
+        outside = self._outside() + self.fallbacks[OUT_OF_RANGE]
+        return {**self.fallbacks, **({OUT_OF_RANGE: outside} if outside else {})}
+
+    def _outside(self) -> int:
+        """Decisions that a learned policy left to its own baseline."""
+        return int(getattr(self.policy, "counts", {}).get("out_of_range", 0))
 
     def choose(self, view: FleetView, request: str = "", *, may_reject: bool = False) -> int:
         """The slot chosen, `NONE`, or `REJECT` where that may be.
@@ -138,6 +146,7 @@ class PolicyHost:
 
     def _preferred(self, view: FleetView, may_reject: bool) -> tuple[int, str]:
         """The choice of the policy, or of the fallback and why."""
+        outside = self._outside()
         try:
             choice = self._asked(view)
         except FutureTimeoutError:
@@ -146,10 +155,22 @@ class PolicyHost:
             reason = type(error).__name__
         else:
             if is_legal(choice, view, may_reject=may_reject):
-                return choice, ""
+                return choice, self._why_outside(outside)
             reason = "illegal choice"
         self.fallbacks[reason] += 1
         return self._by_fallback(view, may_reject), reason
+
+    def _why_outside(self, before: int) -> str:
+        """The reason if a learned policy has just left a decision to its own baseline."""
+        if self._outside() == before:
+            return ""
+        if before == 0:
+            _LOG.warning(
+                "policy %s: what it sees is outside the ranges that it was trained on, so its own fallback decides; "
+                "fleetpilot_policy_fallbacks_total counts how often, docs/training.md says what helps",
+                self.policy.name,
+            )
+        return OUT_OF_RANGE
 
     def _by_fallback(self, view: FleetView, may_reject: bool) -> int:
         if int(view.fleet["kind"][0]) not in kinds_of(self.fallback):

@@ -177,6 +177,8 @@ def _decide(
     kinds: tuple[int, ...],
     placed: dict[tuple[str, str], _Placed],
 ) -> None:
+    if record["kind"] not in KINDS:
+        raise ValueError(f"log: kind = {record['kind']!r}; expected one of {', '.join(KINDS)}")
     kind = KINDS.index(record["kind"])
     if kind not in kinds:
         _count(found.not_asked, record["kind"])
@@ -192,6 +194,8 @@ def _decide(
         agreement.agreed += choice == choice_of(record["preferred"])
     if kind == KIND_DISPATCH and choice_of(record["choice"]) >= 0 and _request(record) not in placed:
         propensity = float(record["propensity"])
+        if not 0 < propensity <= 1:
+            raise ValueError(f"log: propensity = {propensity:g}; expected a number in (0, 1]")
         weight = float(choice == record["choice"]) / propensity
         placed[_request(record)] = _Placed(propensity, int(view.candidates.sum()), choice, weight)
 

@@ -33,7 +33,7 @@ from fleetpilot.dispatcher.shadow import Shadow
 from fleetpilot.dispatcher.tracing import Tracing
 from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of, require_compiled
 from fleetpilot.fleet.profiles import load_profile
-from fleetpilot.fleet.slo import CHAT as CHAT_SLO
+from fleetpilot.fleet.slo import SLO_CLASSES
 from fleetpilot.fleet.view import KIND_SCALE, KIND_SOURCE, NONE, empty_view
 
 _LOG = logging.getLogger("fleetpilot.dispatcher")
@@ -86,7 +86,7 @@ class Dispatcher:
             config.explore,
             dry_run=config.dry_run,
         )
-        self.fleet = Fleet(load_profile(config.profile), host, CHAT_SLO, config.seed)
+        self.fleet = Fleet(load_profile(config.profile), host, SLO_CLASSES[config.slo], config.seed)
         self.at: list[dict[str, Relay]] = []
         self.counts: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()

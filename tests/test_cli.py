@@ -48,7 +48,7 @@ BAD = {
     f"simulate --workload {SMALL} --policy lmetrik": "'lmetrik' is not known; did you mean lmetric.*known: random",
     f"simulate --workload {SMALL} --policy ./": "expected the folder of an exported policy, with a file policy.json",
     "train": "one of the arguments --config --resume is required",
-    "train --config fast": "config 'fast' is not known; expected one of dispatch, fleet, quick, or a .toml file",
+    "train --config fast": "config 'fast' is not known; expected one of dispatch, fleet, quick, scale, or a .toml file",
     "train --config missing.toml": "missing.toml: No such file or directory",
     "train --config quick --seed -1": "--seed: '-1': expected a whole number from 0",
     "train --resume missing": "checkpoint.pt.gz: no such file; expected the folder of a run that was begun",

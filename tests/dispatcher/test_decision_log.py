@@ -18,12 +18,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scripted import WAIT_S, a_fleet, ask, run, until
 
+from fleetpilot.baselines import load_policy
 from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.decision_log import FILES, DecisionLog, log_files, read_log
 from fleetpilot.dispatcher.decisions import BY_POLICY, Decided, view_fields, view_of
 from fleetpilot.dispatcher.emulator import EmulatedFleet
 from fleetpilot.dispatcher.http.client import HttpClient
+from fleetpilot.dispatcher.policy_host import PolicyHost
 from fleetpilot.dispatcher.service import Dispatcher
+from fleetpilot.fleet.policy import require_compiled
 from fleetpilot.fleet.view import (
     FLEET_VIEW,
     INSTANCE_VIEW,
@@ -286,6 +289,44 @@ def test_a_log_is_continued_and_a_line_that_a_crash_cut_is_counted(tmp_path: Pat
     assert [record["decision"] for record in found] == [1, 2]
     assert len({record["run"] for record in found}) == 2
     assert unreadable == {str(path): 2}
+
+
+def test_a_log_goes_on_behind_a_line_that_a_crash_cut(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"record":"decisi')
+    log = DecisionLog(str(path), 100_000)
+    log.decision(decided(1))
+    log.close()
+    assert [record["decision"] for record in read_log(path)] == [1]
+
+
+def test_a_decision_that_a_policy_leaves_to_its_own_fallback_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Outside:
+        name = "outside"
+
+        def __init__(self) -> None:
+            self.counts = {"out_of_range": 0}
+
+        def reset(self, batch: int, seed: int) -> None: ...
+
+        def decide(self, view: FleetView) -> Decision:
+            self.counts["out_of_range"] += int(view.request["prompt_tokens"][0] > 100)
+            return Decision(np.zeros(1, np.int64))
+
+    host = PolicyHost(Outside(), require_compiled("fallback", load_policy("round-robin")), deadline_s=WAIT_S)
+    host.watched_until_s = np.inf
+    view = empty_view(1, 2)
+    view.instances["candidate"] = 1
+    for prompt_tokens in (10, 200, 300):
+        view.request["prompt_tokens"] = prompt_tokens
+        host.choose(view)
+    assert [(each.by, each.reason) for each in host.recent] == [
+        ("policy", ""),
+        ("fallback", "out of range"),
+        ("fallback", "out of range"),
+    ]
+    assert host.fallback_counts == {"out of range": 2}
+    assert len(caplog.records) == 1
 
 
 def test_a_log_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:

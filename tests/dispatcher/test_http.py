@@ -289,7 +289,10 @@ def test_a_slow_reader_pauses_the_writer() -> None:
 async def raw_server(
     answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
 ) -> AsyncIterator[int]:
+    handlers: set[asyncio.Task[None] | None] = set()
+
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.add(asyncio.current_task())
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             await answer(reader, writer)
         writer.close()
@@ -299,6 +302,7 @@ async def raw_server(
         yield server.sockets[0].getsockname()[1]
     finally:
         server.close()
+        await asyncio.wait_for(asyncio.gather(*filter(None, handlers)), WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +358,7 @@ def test_connections_are_kept_and_one_that_was_closed_meanwhile_is_replaced() ->
             client = HttpClient(f"http://127.0.0.1:{port}")
             for _ in range(5):
                 assert (await client.fetch("GET", "/", timeout_s=WAIT_S)).body == b"ok"
+            client.close()
         assert connections == 3
 
     run(test())

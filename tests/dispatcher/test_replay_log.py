@@ -288,3 +288,17 @@ def test_what_is_no_log_is_said_in_one_line(
     assert main(["replay-log", str(path), "--policy", "lmetric"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert words in error
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"propensity": 0.0}, r"propensity = 0; expected a number in \(0, 1\]"),
+        ({"kind": "foo"}, "kind = 'foo'; expected one of dispatch"),
+    ],
+)
+def test_a_damaged_decision_is_named(change: dict[str, Any], words: str) -> None:
+    view = empty_view(1, 2)
+    view.instances["candidate"] = 1
+    with pytest.raises(ValueError, match=words):
+        replay([decision(0, view, 0) | change, outcome(0, 1.0)], Always(0))

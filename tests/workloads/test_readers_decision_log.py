@@ -79,3 +79,21 @@ def test_what_cannot_be_replayed_is_left_out_and_counted(tmp_path: Path) -> None
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"decisions.jsonl: line 1: duration_s = None: expected a finite time >= 0"):
         read(tmp_path, outcome("0", 1_790_000_010.0, 1.0) | {"duration_s": None})
+
+
+def test_a_line_that_a_crash_cut_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    whole = json.dumps(outcome("0", 1_790_000_010.0, 1.0))
+    path.write_text(f'{whole}\n{{"record":"decis\n{whole}\n')
+    table = read_trace(path)
+    assert len(table) == 2
+    report = table.meta["read"]
+    assert isinstance(report, dict)
+    assert report["dropped"] == {"no_record": 1}
+
+
+def test_a_session_that_is_none_is_named(tmp_path: Path) -> None:
+    damaged = decision("0")
+    damaged["view"]["request"]["session"] = [1]
+    with pytest.raises(ValueError, match=r"line 1: view\.request\.session = \[1\]"):
+        read(tmp_path, damaged, outcome("0", 1_790_000_010.0, 1.0))

@@ -22,14 +22,14 @@ def read(file: TraceFile) -> TraceRows:
     rows = TraceRows("decision_log", "s", 1.0)
     sessions: dict[tuple[object, object], tuple[object, int]] = {}  # by run and request: session and turn
     numbers: dict[tuple[object, object], int] = {}
-    for row, record in file.json_rows():
+    for row, record in file.json_rows(cut=rows.dropped):
         run, request = record.get("run"), record.get("request")
         kind = record.get("record")
         if kind == "decision" and request is not None:
             seen = _request_of(file, row, record)
             if seen.get("session", NO_SESSION) != NO_SESSION:
                 turn = file.tokens(row, "view.request.turn", seen.get("turn"))
-                sessions[run, request] = seen["session"], turn
+                sessions[run, request] = file.tokens(row, "view.request.session", seen["session"]), turn
         elif kind == "outcome":
             if reason := _why_not(record):
                 rows.dropped[reason] += 1

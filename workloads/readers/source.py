@@ -104,11 +104,22 @@ class TraceFile:
             except csv.Error as error:
                 raise ValueError(f"{self.path.name}: line {reader.line_num}: not CSV: {error}") from error
 
-    def json_rows(self) -> Iterator[tuple[int, JsonObject]]:
-        """Row number and object of each line."""
+    def json_rows(self, cut: Counter[str] | None = None) -> Iterator[tuple[int, JsonObject]]:
+        """Row number and object of each line.
+
+        Args:
+            cut: counts lines that are no JSON, such as one that a crash cut; by default they are refused.
+        """
         with self.open() as text:
             for row, line in enumerate(filter(str.strip, text)):
-                yield row, self.json_object(row, line)
+                try:
+                    record = self.json_object(row, line)
+                except ValueError:
+                    if cut is None:
+                        raise
+                    cut["no_record"] += 1
+                else:
+                    yield row, record
 
     def json_object(self, row: int, line: str) -> JsonObject:
         """One line as a JSON object."""
