@@ -113,7 +113,9 @@ class DecisionLog:
 def _end_last_line(path: Path) -> None:
     """A line that a crash cut is not joined to the next."""
     with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-        if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        if file.read(1) not in (b"", b"\n"):
             file.write(b"\n")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,3 +34,13 @@ def traces() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no folder of real traces at {folder}; set FLEETPILOT_TRACES")
     return folder
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    """Two cores' worth of Ray on this machine."""
+    ray = pytest.importorskip("ray", reason="needs Ray (make test-ray)")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield ray
+    ray.shutdown()

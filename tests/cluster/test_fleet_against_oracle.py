@@ -6,6 +6,8 @@ from fleet_comparison import FleetCase, assert_same_run, run_kernel_fleet
 from hypothesis import given
 from strategies import fleets, fleets_on_grid, pools, pools_on_grid, shared_caches, speculating
 
+ANY_FLEET = fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches() | speculating()
+
 
 @given(fleets())
 def test_requests_migrations_and_bills_equal_the_oracle(case: FleetCase) -> None:
@@ -37,13 +39,13 @@ def test_speculative_decoding_equals_the_oracle(case: FleetCase) -> None:
     assert_same_run(case)
 
 
-@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches() | speculating())
+@given(ANY_FLEET)
 def test_rejections_equal_the_oracle(case: FleetCase) -> None:
     assert_same_run(case, reject_share=0.3)
     run_kernel_fleet(case, leap=True, check=True, reject_share=0.3)
 
 
-@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches() | speculating())
+@given(ANY_FLEET)
 def test_leaps_equal_single_steps_bitwise(case: FleetCase) -> None:
     leaping, asked = run_kernel_fleet(case, leap=True)
     stepping, asked_stepping = run_kernel_fleet(case, leap=False)
@@ -53,6 +55,6 @@ def test_leaps_equal_single_steps_bitwise(case: FleetCase) -> None:
     assert_bitwise_equal(leaping, stepping)
 
 
-@given(fleets() | fleets_on_grid() | pools() | pools_on_grid() | shared_caches() | speculating())
+@given(ANY_FLEET)
 def test_conservation(case: FleetCase) -> None:
     run_kernel_fleet(case, leap=True, check=True)

@@ -14,6 +14,14 @@ from faults import FAULTS, FLEET_FAULTS, POOL_FAULTS, SHARED_CACHE_FAULTS, SPECU
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("fault_driver.py")
 DIFFERENT = 3  # the driver's exit status
+PLANTED = {
+    "clusters": FAULTS,
+    "fleets": FLEET_FAULTS,
+    "pools": POOL_FAULTS,
+    "shared_cache": SHARED_CACHE_FAULTS,
+    "speculation": SPECULATION_FAULTS,
+}
+"""By the kind of the driver's cases that find them."""
 
 
 def copy_package(folder: Path) -> Path:
@@ -48,39 +56,19 @@ def drive(package: Path, kind: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("kind", ["clusters", "fleets", "pools", "shared_cache", "speculation"])
+@pytest.mark.parametrize("kind", PLANTED)
 def test_the_kernels_as_they_are_pass(kind: str, tmp_path: Path) -> None:
     done = drive(copy_package(tmp_path), kind)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def find(fault: Fault, kind: str, folder: Path) -> None:
-    package = copy_package(folder)
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [(kind, fault) for kind, faults in PLANTED.items() for fault in faults],
+    ids=[f"{kind}-{fault.name}" for kind, faults in PLANTED.items() for fault in faults],
+)
+def test_a_planted_fault_is_found(kind: str, fault: Fault, tmp_path: Path) -> None:
+    package = copy_package(tmp_path)
     plant(fault, package)
     done = drive(package, kind)
     assert done.returncode == DIFFERENT, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
-    find(fault, "clusters", tmp_path)
-
-
-@pytest.mark.parametrize("fault", FLEET_FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_planted_in_the_fleet_model_is_found(fault: Fault, tmp_path: Path) -> None:
-    find(fault, "fleets", tmp_path)
-
-
-@pytest.mark.parametrize("fault", POOL_FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_planted_in_the_model_of_pools_is_found(fault: Fault, tmp_path: Path) -> None:
-    find(fault, "pools", tmp_path)
-
-
-@pytest.mark.parametrize("fault", SHARED_CACHE_FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_planted_in_the_shared_cache_is_found(fault: Fault, tmp_path: Path) -> None:
-    find(fault, "shared_cache", tmp_path)
-
-
-@pytest.mark.parametrize("fault", SPECULATION_FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_planted_in_speculative_decoding_is_found(fault: Fault, tmp_path: Path) -> None:
-    find(fault, "speculation", tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,6 @@ from fleetpilot.evaluation.backends import map_over_workers
 from fleetpilot.evaluation.runner import Cell, run_job
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.workloads import workload
-
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[Any]:
-    """Two cores' worth of Ray on this machine."""
-    ray = pytest.importorskip("ray", reason="needs Ray (make test-ray)")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield ray
-    ray.shutdown()
 
 
 @pytest.fixture(params=["one process", "local", pytest.param("ray", marks=pytest.mark.ray)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,16 +37,6 @@ TINY = TrainConfig(
     ppo=Learning(steps=16, batch_size=256, epochs=1, critic_decisions=0),
     validation=Validation(every=4 * 32 * 16, episodes=1, render_every=0),
 )
-
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[Any]:
-    """Two cores' worth of Ray on this machine."""
-    ray = pytest.importorskip("ray", reason="needs Ray (make test-ray)")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield ray
-    ray.shutdown()
 
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
