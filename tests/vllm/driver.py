@@ -188,6 +188,10 @@ def _joined(stream: Stream) -> tuple[list[str], dict[str, list[Any]], Any]:
         for choice in chunk["choices"]:
             holder = choice.get("delta", choice)
             holder.update({name: "" for name in ("text", "content") if name in holder})
+            for call in holder.get("tool_calls") or ():
+                call |= {"id": ""} if "id" in call else {}
+                lists.setdefault(f"arguments {call['index']}", []).extend(call["function"].get("arguments") or "")
+                call["function"]["arguments"] = ""
             for name in ("token_ids", "logprobs"):
                 _gather(lists, name, choice)
         form = json.dumps(chunk)
