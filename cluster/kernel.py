@@ -73,7 +73,7 @@ from fleetpilot.cluster.telemetry import (
 from fleetpilot.cluster.unstarted import enter_unstarted, leave_unstarted
 from fleetpilot.fleet import ledger
 from fleetpilot.fleet.cost_model import base_time_s
-from fleetpilot.fleet.jit import inlined, kernel
+from fleetpilot.fleet.jit import inlined, kernel, part
 from fleetpilot.fleet.policy import random_unit
 from fleetpilot.fleet.view import (
     KIND_DECODE,
@@ -342,7 +342,7 @@ def _first_boundary(s: Any, env: Any) -> int:
     return first
 
 
-@inlined
+@part
 def _run_instances(s: Any, e: int, until_s: float) -> bool:
     """Boundaries before `until_s`. False if a completion may have brought the next arrival or hold retry forward."""
     env = env_at(s, e)

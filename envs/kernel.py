@@ -16,7 +16,7 @@ from fleetpilot.cluster.memory import env_at, view_fleet_at, view_instance_at
 from fleetpilot.cluster.state import ENDED, NEED_DECISION, NIL
 from fleetpilot.envs.rewards import BILLED_S, COMPONENTS, COSTS, MIGRATIONS, billed_s, write_components
 from fleetpilot.fleet.features import feature_arrays, write_features
-from fleetpilot.fleet.jit import inlined, kernel
+from fleetpilot.fleet.jit import inlined, kernel, part
 from fleetpilot.fleet.policy import answers, choose_at, knows
 from fleetpilot.fleet.view import KIND_DISPATCH
 
@@ -113,7 +113,7 @@ def _choice(s: Any, e: int, policy: Any, kinds: int, instances: Any, request: An
     return choose_at(policy, instances[e], request[e : e + 1], fleet[e : e + 1])
 
 
-@kernel
+@part
 def _answer_others(
     s: Any, e: int, kinds: int, others: Any, other_kinds: int, instances: Any, request: Any, fleet: Any
 ) -> int:

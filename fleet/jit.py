@@ -44,10 +44,10 @@ def cache_dir() -> Path:
 
 
 @contextmanager
-def _our_cache() -> Iterator[None]:
+def _our_cache(part: str = "") -> Iterator[None]:
     """Numba reads its cache directory once, when a function is decorated."""
     previous = config.CACHE_DIR
-    config.CACHE_DIR = str(cache_dir())
+    config.CACHE_DIR = str(cache_dir() / part)
     try:
         yield
     finally:
@@ -56,7 +56,7 @@ def _our_cache() -> Iterator[None]:
 
 def kernel(function: F) -> F:
     """Compile with Numba on first use, without the GIL, cached on disk by the hash of all kernel sources."""
-    return _compiled(function, forceinline=False)
+    return _compiled(function)
 
 
 def inlined(function: F) -> F:
@@ -64,23 +64,35 @@ def inlined(function: F) -> F:
     return _compiled(function, forceinline=True)
 
 
-def _compiled(function: F, *, forceinline: bool) -> F:
+def part(function: F) -> F:
+    """Like `inlined`, for what calls half of all kernels and is called in one place: there alone Numba compiles it."""
+    return _compiled(function, inline="always")
+
+
+def _compiled(function: F, **options: Any) -> F:
+    options |= {"cache": True, "nogil": True, "error_model": "numpy"}
     with _our_cache():
-        compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=forceinline)(function)
+        compiled: Any = numba.njit(**options)(function)
     if not UNCOMPILED:
-        _take_integers_as_one_type(compiled)
+        with _our_cache("called"):
+            called = numba.njit(**options, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+        _let_kernels_call(compiled, called)
     return cast("F", compiled)
 
 
-def _take_integers_as_one_type(compiled: Any) -> None:
-    """Kernels that call this one hand it 64-bit integers, or it would be compiled for each width of records' fields."""
-    template_for, types = compiled.get_call_template, cast("Any", numba.types)
+def _let_kernels_call(compiled: Any, called: Any) -> None:
+    """Kernels that call `compiled` get `called`, which Python cannot call: what Numba adds for that takes it long.
+
+    They hand it 64-bit integers, or it would be compiled for each width of records' fields.
+    """
+    types = cast("Any", numba.types)
 
     def widened(kind: Any) -> Any:
         kind = types.unliteral(kind)
         return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
 
-    compiled.get_call_template = lambda args, kws: template_for(tuple(map(widened, args)), kws)
+    compiled.get_call_template = lambda args, kws: called.get_call_template(tuple(map(widened, args)), kws)
+    compiled.get_overload = called.get_overload
 
 
 def kernel_array(length: int, dtype: Any) -> NDArray[Any]:
