@@ -21,6 +21,7 @@ from numba.core import config as _config
 from numpy.typing import NDArray
 
 config: Any = _config  # its attributes are made at run time
+njit: Any = numba.njit  # its stubs lack options
 
 UNCOMPILED: bool = bool(config.DISABLE_JIT)
 """``NUMBA_DISABLE_JIT=1``: kernels run as plain Python."""
@@ -72,10 +73,10 @@ def part(function: F) -> F:
 def _compiled(function: F, **options: Any) -> F:
     options |= {"cache": True, "nogil": True, "error_model": "numpy"}
     with _our_cache():
-        compiled: Any = numba.njit(**options)(function)
+        compiled = njit(**options)(function)
     if not UNCOMPILED:
         with _our_cache("called"):
-            called = numba.njit(**options, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+            called = njit(**options, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
         _let_kernels_call(compiled, called)
     return cast("F", compiled)
 
