@@ -157,6 +157,7 @@ class LearnedPolicy(CompiledPolicy):
             other,
             sum(1 << kind for kind in other.kinds),
         )
+        self.fallback = fallback
         self._fallback = other  # must live
         self._admission = None if admission is None else require_compiled("admission", baselines.load_policy(admission))
         self._address = self._memory.address

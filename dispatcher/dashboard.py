@@ -63,7 +63,12 @@ def state(dispatcher: Dispatcher) -> dict[str, Any]:
     host.watched_until_s = now_s + _WATCHED_S
     shadow = dispatcher.log.shadow if dispatcher.log is not None else None
     return {
-        "policy": {"name": host.policy.name, "rule": _rule(host.policy.name)[0], "fallback": host.fallback.name},
+        "policy": {
+            "name": host.policy.name,
+            "rule": _rule(host.policy.name)[0],
+            "fallback": host.fallback.name,
+            "own_fallback": getattr(host.policy, "fallback", None),  # of a learned one, where it was not trained
+        },
         "dry_run": host.dry_run,
         "explore": host.explore,
         "shadow": None if shadow is None else {"name": shadow.policy.name, "counts": dict(shadow.counts)},

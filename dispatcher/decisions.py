@@ -66,8 +66,18 @@ def said(choice: int) -> int | str | None:
 
 
 def choice_of(recorded: int | str | None) -> int:
-    """The choice that is so in the log."""
-    return NONE if recorded is None else REJECT if isinstance(recorded, str) else recorded
+    """The choice that is so in the log.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if recorded is None:
+        return NONE
+    if recorded == REJECTED:
+        return REJECT
+    if not isinstance(recorded, int) or isinstance(recorded, bool) or recorded < 0:
+        raise ValueError(f"choice = {recorded!r}: expected an instance's slot, null or {REJECTED!r}")
+    return recorded
 
 
 def is_legal(choice: int, view: FleetView, *, may_reject: bool = True) -> bool:
@@ -127,6 +137,9 @@ def _fill(part: str, fields: Mapping[str, Any], records: np.ndarray[Any, Any]) -
         values = value if part == "instances" else [value]
         if len(values) != len(records):
             raise ValueError(f"view: {part}.{name} has {len(values)} values, expected {len(records)}")
+        for item in values:
+            if not isinstance(item, int | float | None):
+                raise ValueError(f"view: {part}.{name} = {item!r}: expected a number or null")
         records[name] = [np.inf if item is None else item for item in values]
 
 

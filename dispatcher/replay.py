@@ -192,11 +192,14 @@ def _decide(
     else:
         agreement.none += choice < 0
         agreement.agreed += choice == choice_of(record["preferred"])
-    if kind == KIND_DISPATCH and choice_of(record["choice"]) >= 0 and _request(record) not in placed:
+    made = choice_of(record["choice"])
+    if not is_legal(made, view):
+        raise ValueError(f"log: choice = {record['choice']!r}: expected one that its view allows")
+    if kind == KIND_DISPATCH and made >= 0 and _request(record) not in placed:
         propensity = float(record["propensity"])
         if not 0 < propensity <= 1:
             raise ValueError(f"log: propensity = {propensity:g}; expected a number in (0, 1]")
-        weight = float(choice == record["choice"]) / propensity
+        weight = float(choice == made) / propensity
         placed[_request(record)] = _Placed(propensity, int(view.candidates.sum()), choice, weight)
 
 

@@ -19,11 +19,15 @@ _POLL_TIMEOUT_S = 5.0
 _FAILED_POLLS = 3
 """Polls in a row without an answer until an engine has failed; a refused connection counts as all of them."""
 _RETRY_S = 1.0
+_PATIENCE_S = 5.0
+"""Until an engine that does not come up is warned of."""
+_REMIND_S = 60.0
 
 
 async def watch(dispatcher: Dispatcher, engine: Engine) -> None:
     """Poll an engine until it is gone."""
     failed = 0
+    warn_s = time.monotonic() + _PATIENCE_S
     while engine.state != EngineState.ABSENT:
         start_s = time.monotonic()
         try:
@@ -36,13 +40,20 @@ async def watch(dispatcher: Dispatcher, engine: Engine) -> None:
             if not (isinstance(error, CallError) and error.local):
                 refused = isinstance(error, CallError) and error.refused
                 failed += _FAILED_POLLS if refused else 1
+            if engine.state == EngineState.STARTING and time.monotonic() >= warn_s:
+                _LOG.warning("engine %d (%s) is not up, still asking: %s", engine.slot, engine.url, _said(error))
+                warn_s = time.monotonic() + _REMIND_S
             if failed >= _FAILED_POLLS and engine.serves:
-                dispatcher.engine_is_gone(engine, str(error) or "no answer to a poll in time")
+                dispatcher.engine_is_gone(engine, _said(error))
         if engine.leaving and not (engine.serves and dispatcher.at[engine.slot]):
             dispatcher.engine_left(engine)
             return
         interval_s = dispatcher.config.poll_interval_s if engine.serves else _RETRY_S
         await asyncio.sleep(max(0.0, start_s + interval_s - time.monotonic()))
+
+
+def _said(error: Exception) -> str:
+    return str(error) or "no answer to a poll in time"
 
 
 async def _start(dispatcher: Dispatcher, engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,7 +123,7 @@ class FleetEnv(gymnasium.Env[Observations, np.int64]):
         self,
         render_mode: str | None = None,
         *,
-        scenario: str | Scenario = "steady",
+        scenario: str | os.PathLike[str] | Scenario = "steady",
         instances: int = 16,
         kinds: Sequence[str] = ("dispatch",),
         others: str | None = None,

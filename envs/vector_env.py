@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,7 +140,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         render_mode: ``ansi`` or ``rgb_array``.
         autoreset_mode: who resets a row whose episode ended, and when. With DISABLED it is the caller, with
             ``reset(options={"reset_mask": rows})``.
-        scenario: name of a scenario (`fleetpilot.envs.scenarios`), or a `Scenario`.
+        scenario: name of a scenario (`fleetpilot.envs.scenarios`), of a workload or of a trace file, or a `Scenario`.
         instances: slots for instances, the N of the spaces, at most 4,096; a fleet may be smaller (`fleet_size`).
         threads: that step the rows.
         kinds: of decision that the agent answers: some of ``dispatch``, ``prefill``, ``decode``, ``source``,
@@ -159,7 +160,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         render_mode: str | None = None,
         autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP,
         *,
-        scenario: str | Scenario = "steady",
+        scenario: str | os.PathLike[str] | Scenario = "steady",
         instances: int = 16,
         threads: int = 1,
         kinds: Sequence[str] = ("dispatch",),
@@ -174,7 +175,9 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         checked_type("others", others, (str, type(None)), "the name of a baseline, or None")
         self._kinds = _kinds(kinds)
         other_policy = None if others is None else require_compiled("others", load_policy(others))
-        checked_type("scenario", scenario, (str, Scenario), "the name of a scenario, or a Scenario")
+        if isinstance(scenario, os.PathLike):
+            scenario = os.fspath(scenario)
+        checked_type("scenario", scenario, (str, Scenario), "the name of a scenario, a trace file, or a Scenario")
         if autoreset_mode not in [*AutoresetMode, *(mode.value for mode in AutoresetMode)]:
             modes = ", ".join(mode.value for mode in AutoresetMode)
             raise ValueError(f"autoreset_mode = {autoreset_mode!r}: expected an AutoresetMode, one of {modes}")
@@ -424,7 +427,8 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
             over = over[self._episodes["steps"][over] < 0]
             if tries == _TRIES:
                 raise RuntimeError(
-                    f"row {over[0]}: {_TRIES} episodes were over before a decision of the agent's: make them longer"
+                    f"row {over[0]}: {_TRIES} episodes were over before a decision of the agent's: expected longer "
+                    "ones (scored_requests, and the trace if they are parts of one)"
                 )
             tries += 1
             parameters.update({row: self._load(row, pinned) for row in over.tolist()})

@@ -114,7 +114,9 @@ def rate_rps(table: RequestTable) -> float:
         ValueError: all requests arrive at once, or some are released by others: their rate depends on the answers.
     """
     if np.isnan(table.arrival_s).any():
-        raise ValueError(f"{table.name}: a closed loop has no rate of its own; expected an open loop for a load")
+        raise ValueError(
+            f"{table.name}: a closed loop has no rate of its own; expected an open loop for a load (?loop=open)"
+        )
     if table.span_s == 0:
         raise ValueError(f"{table.name}: all requests arrive at 0 s; expected a span to take a rate over")
     return len(table) / table.span_s
@@ -196,9 +198,10 @@ def at_load(table: RequestTable, fleet: FleetConfig, load: float, capacity: floa
     speed_up = load * capacity / rate_rps(table)
     if speed_up > MAX_SPEED_UP:
         windows = math.ceil(speed_up / MAX_SPEED_UP)
+        fewer = "take fewer instances or " if len(fleet.profiles) > 1 else ""
         raise ValueError(
             f"load = {load}: {table.name} would have to run {speed_up:.2f} times as fast for {len(fleet.profiles)} "
-            f"instances; expected at most {MAX_SPEED_UP:g} times: take fewer instances or superpose {windows} windows"
+            f"instances; expected at most {MAX_SPEED_UP:g} times: {fewer}superpose {windows} windows"
         )
     return table.replace(arrival_s=table.arrival_s / speed_up)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import tomllib
@@ -14,7 +15,7 @@ from typing import Any
 
 from fleetpilot.baselines import load_policy
 from fleetpilot.cluster.config import Rebalancing, Scaling
-from fleetpilot.envs import ENVIRONMENTS, RewardWeights, load_scenario
+from fleetpilot.envs import ENVIRONMENTS, FleetVectorEnv, RewardWeights, load_scenario
 from fleetpilot.fleet.policy import require_compiled
 
 Changes = Mapping[str, Any]
@@ -148,8 +149,7 @@ class TrainConfig:
             raise ValueError(f"environment = {self.environment!r}: expected one of {', '.join(ENVIRONMENTS)}")
         if not self.scenarios:
             raise ValueError("scenarios: expected one at least")
-        for name in self.scenarios:
-            load_scenario(name)
+        self._check_scenarios()
         for name, factor in self.time_factors.items():
             if name not in self.scenarios:
                 known = ", ".join(self.scenarios)
@@ -164,6 +164,16 @@ class TrainConfig:
         shares = [stage.share for stage in self.stages]
         if not shares or min(shares) <= 0 or abs(sum(shares) - 1.0) > 1e-6:
             raise ValueError(f"stages: shares are {shares}; expected numbers > 0 whose sum is 1")
+
+    def _check_scenarios(self) -> None:
+        of_environments = inspect.signature(FleetVectorEnv).parameters
+        for stage in range(len(self.stages)):
+            for name, arguments in self.environments(stage).items():
+                changes = {key: value for key, value in arguments.items() if key not in of_environments}
+                try:
+                    load_scenario(name).with_changes(**changes)
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"scenarios: {name}: {error}") from None
 
     def environments(self, stage: int = -1) -> dict[str, dict[str, Any]]:
         """Scenario -> arguments of its environments, in a stage of the curriculum; the last one by default."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ _LOG = logging.getLogger("fleetpilot.dispatcher")
 _SWEEP_S = 1.0
 _MOST_QUEUED = 64
 """Requests that a client may send on one connection before the first is answered; one that sends more is cut off."""
+_ABSOLUTE = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
 
 
@@ -78,6 +80,8 @@ class Exchange:
     )
 
     def __init__(self, connection: _Connection, method: str, target: bytes, headers: Headers, keep_alive: bool):
+        if not target.startswith(b"/"):
+            target = _ABSOLUTE.sub(b"", target) or b"/"
         path, _, query = target.decode("latin-1").partition("?")
         self.method = method
         self.path = path

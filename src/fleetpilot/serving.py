@@ -161,12 +161,17 @@ def serve_demo(policy: str) -> None:
 
 
 async def _serve(config: Any, load: Callable[[], Any]) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        if config.emulate:
+            config = await _emulated(config, stack)
+        await _serve_engines(config, load, stack)
+
+
+async def _serve_engines(config: Any, load: Callable[[], Any], stack: contextlib.AsyncExitStack) -> None:
     from fleetpilot.dispatcher.service import Dispatcher
 
-    emulated = None
-    if config.emulate:
-        config, emulated = await _emulated(config)
     dispatcher = Dispatcher(config)
+    stack.push_async_callback(dispatcher.stop)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -188,16 +193,11 @@ async def _serve(config: Any, load: Callable[[], Any]) -> None:
         engines = f"{config.min_instances} to {config.max_instances} engines"
     url = f"{scheme}://{config.host}:{dispatcher.port}"
     print(f"serving {engines} with {config.policy} at {url}/v1, live page at {url}/dashboard", flush=True)
-    try:
-        await stopped.wait()
-        print("requests on their way may end; interrupt again to stop at once", file=sys.stderr)
-        stopped.clear()
-        drained = asyncio.create_task(dispatcher.stop(grace_s=_GRACE_S))
-        await asyncio.wait((drained, asyncio.create_task(stopped.wait())), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await dispatcher.stop()
-        if emulated is not None:
-            await emulated.stop()
+    await stopped.wait()
+    print("requests on their way may end; interrupt again to stop at once", file=sys.stderr)
+    stopped.clear()
+    drained = asyncio.create_task(dispatcher.stop(grace_s=_GRACE_S))
+    await asyncio.wait((drained, asyncio.create_task(stopped.wait())), return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _reload(dispatcher: Any, load: Callable[[], Any]) -> None:
@@ -211,15 +211,22 @@ async def _reload(dispatcher: Any, load: Callable[[], Any]) -> None:
         logging.getLogger("fleetpilot.dispatcher").warning("not reloaded, nothing has changed: %s", error)
 
 
-async def _emulated(config: Any) -> tuple[Any, Any]:
-    """Emulated engines, listening, and the configuration with their URLs."""
+async def _emulated(config: Any, stack: contextlib.AsyncExitStack) -> Any:
+    """Have emulated engines listen; the configuration with their URLs."""
+    from fleetpilot.agents import load_policy
     from fleetpilot.dispatcher.emulator.engine import warm_up
     from fleetpilot.dispatcher.emulator.fleet import EmulatedFleet
+    from fleetpilot.fleet.jit import cache_dir
     from fleetpilot.fleet.profiles import load_profile
 
     profiles = [load_profile(config.profile)] * config.emulate
-    print("compiling the emulated engines' scheduler; the first time takes a minute", file=sys.stderr)
+    compiled = cache_dir().is_dir()
+    for name in filter(None, (config.policy, config.fallback, config.shadow)):
+        load_policy(name)  # a mistake is said before it takes a minute
+    if not compiled:
+        print("compiling the emulated engines' scheduler, which takes a minute, this once", file=sys.stderr)
     warm_up(profiles)
     emulated = EmulatedFleet(profiles)
+    stack.push_async_callback(emulated.stop)
     await emulated.start()
-    return dataclasses.replace(config, emulate=0, engines=tuple(emulated.urls)), emulated
+    return dataclasses.replace(config, emulate=0, engines=tuple(emulated.urls))

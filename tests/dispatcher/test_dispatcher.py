@@ -11,6 +11,7 @@ import orjson
 import pytest
 from scripted import WAIT_S, ScriptedEngine, a_fleet, ask, expected_text, run, text_of, until
 
+from fleetpilot.dispatcher import telemetry
 from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.engine import EngineState
 from fleetpilot.dispatcher.http.client import CallError, HttpClient
@@ -67,6 +68,30 @@ def test_answers_equal_the_engines_own(route: str, tracks: bool) -> None:
                 assert engine.seen[-1][0] == engine.seen[-2][0]
 
     run(test)
+
+
+def test_an_engine_that_does_not_come_up_is_warned_of_until_it_does(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(telemetry, "_RETRY_S", 0.01)
+
+    async def test() -> None:
+        engine = ScriptedEngine("late")
+        await engine.start()
+        port = engine.server.port
+        await engine.kill()
+        dispatcher = Dispatcher(ServeConfig(engines=(engine.url,), port=0, profile="tiny-cpu"))
+        await dispatcher.start()
+        await until(lambda: "is not up, still asking: " in caplog.text)
+        assert engine.url in caplog.text
+        await engine.start(port)
+        await dispatcher.ready(1, WAIT_S)
+        await dispatcher.stop()
+        await engine.kill()
+
+    run(test)
+    assert caplog.text.count("still asking") == 1
 
 
 def test_requests_are_spread_and_forgotten() -> None:

@@ -73,6 +73,18 @@ def test_a_request_is_understood_however_it_is_cut(size: int) -> None:
     run(test())
 
 
+@pytest.mark.parametrize(
+    ("target", "path"), [(b"http://x:80/a?b=1", b"/a"), (b"HTTPS://x", b"/"), (b"/http://x/a", b"/http://x/a")]
+)
+def test_a_target_may_name_the_server(target: bytes, path: bytes) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            answer = await said(server, b"GET %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % target)
+        assert answer.endswith(b"GET %b " % path)
+
+    run(test())
+
+
 def test_a_chunked_body_and_expect_continue() -> None:
     async def test() -> None:
         head = b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nexpect: 100-continue\r\n"

@@ -295,6 +295,8 @@ def test_what_is_no_log_is_said_in_one_line(
     [
         ({"propensity": 0.0}, r"propensity = 0; expected a number in \(0, 1\]"),
         ({"kind": "foo"}, "kind = 'foo'; expected one of dispatch"),
+        ({"choice": 99}, "choice = 99: expected one that its view allows"),
+        ({"choice": "foo"}, "choice = 'foo': expected an instance's slot, null or 'reject'"),
     ],
 )
 def test_a_damaged_decision_is_named(change: dict[str, Any], words: str) -> None:
@@ -302,3 +304,10 @@ def test_a_damaged_decision_is_named(change: dict[str, Any], words: str) -> None
     view.instances["candidate"] = 1
     with pytest.raises(ValueError, match=words):
         replay([decision(0, view, 0) | change, outcome(0, 1.0)], Always(0))
+
+
+def test_a_view_with_something_else_than_numbers_is_named() -> None:
+    record = decision(0, empty_view(1, 2), 0)
+    record["view"]["request"]["prompt_tokens"] = "many"
+    with pytest.raises(ValueError, match=r"view: request\.prompt_tokens = 'many': expected a number or null"):
+        replay([record], Always(0))

@@ -208,6 +208,10 @@ def test_training_ends_early_when_it_gets_no_better(tmp_path: Path) -> None:
             "environment = 'fleetpilot/Dispatch-v0'\ndecisions = 1\n[scenarios.steady]\n[time_factors]\nsteady = 0",
             "time_factors: steady = 0: expected a finite number > 0",
         ),
+        (
+            "environment = 'fleetpilot/Dispatch-v0'\ndecisions = 1\n[scenarios.steady]\nlod = 1",
+            r"mine\.toml: scenarios: steady: .*'lod' is not known",
+        ),
         ("decisions = ", "not TOML"),
     ],
 )
