@@ -13,6 +13,7 @@ import logging
 import re
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -216,16 +217,16 @@ async def _emulated(config: Any, stack: contextlib.AsyncExitStack) -> Any:
     from fleetpilot.agents import load_policy
     from fleetpilot.dispatcher.emulator.engine import warm_up
     from fleetpilot.dispatcher.emulator.fleet import EmulatedFleet
-    from fleetpilot.fleet.jit import cache_dir
     from fleetpilot.fleet.profiles import load_profile
 
     profiles = [load_profile(config.profile)] * config.emulate
-    compiled = cache_dir().is_dir()
     for name in filter(None, (config.policy, config.fallback, config.shadow)):
         load_policy(name)  # a mistake is said before it takes a minute
-    if not compiled:
-        print("compiling the emulated engines' scheduler, which takes a minute, this once", file=sys.stderr)
+    words = "compiling the emulated engines' scheduler, which takes a minute, this once"
+    said = threading.Timer(2.0, print, (words,), {"file": sys.stderr})
+    said.start()
     warm_up(profiles)
+    said.cancel()
     emulated = EmulatedFleet(profiles)
     stack.push_async_callback(emulated.stop)
     await emulated.start()
