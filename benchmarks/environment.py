@@ -12,7 +12,7 @@ completes are printed.
 What a second thread costs depends on the machine, so two controls are printed with it: one thread beside another
 process that does the same, with which it shares nothing but the hardware (caches, memory, the host of a virtual
 machine), and what it takes to hand work to a thread that sleeps, there and back once in a step. The more rows, the
-less that is of a step.
+less that is of a step: short ones are not shared, whatever `threads` says, and are measured shared, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from _report import HERE, machine, spread
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from fleetpilot.envs import ENVIRONMENTS, FleetVectorEnv
+from fleetpilot.envs import ENVIRONMENTS, FleetVectorEnv, threads
 from fleetpilot.fleet.features import KINDS
 
 ROWS, INSTANCES = 64, 16
@@ -171,7 +171,7 @@ def measure_fleet() -> None:
 
 
 def measure_threads(envs: FleetVectorEnv) -> None:
-    """Two threads against the one of `envs`, and the controls."""
+    """``threads=2`` against the one of `envs`, and the controls."""
     rows = envs.num_envs
     both = made(rows, INSTANCES, threads=2)
     measured(both, both, 2.0)
@@ -188,7 +188,7 @@ def measure_threads(envs: FleetVectorEnv) -> None:
     )
     cpu_s, wall_s = hand_over_s()
     step_s = rows / float(np.median([run[0].decisions_per_wall_s for run in runs]))
-    print(f"{rows} x {INSTANCES}, 2 threads: CPU time over that of one {cpu}")
+    print(f"{rows} x {INSTANCES}, {both.threads} threads: CPU time over that of one {cpu}")
     print(f"  control: one thread beside another process that does the same {control}")
     print(f"  speed-up in wall time {wall}")
     print(f"  hand-over to a sleeping thread: {1e6 * wall_s:.0f} us, {1e6 * cpu_s:.0f} us of CPU", end="")
@@ -284,6 +284,9 @@ def main() -> None:
         ratios = [b.decisions_per_cpu_s / a.decisions_per_cpu_s for a, b in pairs]
         print(f"  of the environment's own rate {spread(ratios, '.2f')}")
 
+    measure_threads(envs)
+    threads.LEAST_US = 0.0
+    print("the same, shared all the same:")
     measure_threads(envs)
     many = made(MANY_ROWS, INSTANCES)
     measured(many, many, 4.0)

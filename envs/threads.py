@@ -17,6 +17,12 @@ from fleetpilot.fleet.jit import UNCOMPILED
 _LEAD_ROWS = 16
 """So many rows more for the calling thread: the others have to be woken up, and it would have to be if it waited."""
 
+LEAST_US = 100.0
+"""A thread that is woken has at least so much to do: waking it costs 15 to 20, and less is not done sooner by two."""
+
+_ROW_US, _INSTANCE_US = 1.3, 0.08
+"""Of a step: each row, and each instance of a row (``benchmarks/environment.py``)."""
+
 Job = tuple[NDArray[np.int64], NDArray[np.bool_], Outputs]
 
 
@@ -61,7 +67,10 @@ class Stepper:
         weights: of the reward's components.
         deciders: of `step_rows`: the kinds of decision that are the agent's, the policy that answers the others, and
             the kinds that this one knows.
-        threads: this one included; no more than rows are used.
+        threads: at most, this one included: each has a row at least, and `LEAST_US` to do.
+
+    Attributes:
+        threads: that step.
     """
 
     def __init__(
@@ -74,12 +83,14 @@ class Stepper:
         threads: int,
     ):
         rows = len(episodes)
-        threads = min(threads, rows)
+        step_us = rows * (_ROW_US + _INSTANCE_US * cluster.size.instances)
+        threads = max(1, min(threads, rows, int(step_us / LEAST_US) if LEAST_US else threads))
         lead = min(_LEAD_ROWS, rows // 4) if threads > 1 else 0
         edges = [0, *(lead + (rows - lead) * part // threads for part in range(1, threads + 1))]
         parts = [
             _Part(edges[k], edges[k + 1], cluster, (episodes, metrics, weights, *deciders)) for k in range(threads)
         ]
+        self.threads = threads
         self._own = parts[0]
         self._workers = [_Worker(part) for part in parts[1:]]
 

@@ -142,7 +142,8 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
             ``reset(options={"reset_mask": rows})``.
         scenario: name of a scenario (`fleetpilot.envs.scenarios`), of a workload or of a trace file, or a `Scenario`.
         instances: slots for instances, the N of the spaces, at most 4,096; a fleet may be smaller (`fleet_size`).
-        threads: that step the rows.
+        threads: that step the rows, at most: a step too short to be shared is not (`fleetpilot.envs.threads`); the
+            attribute of this name says how many do.
         kinds: of decision that the agent answers: some of ``dispatch``, ``prefill``, ``decode``, ``source``,
             ``destination``, ``scale``. With pools, dispatch stands for prefill and decode.
         others: a baseline without state (`fleetpilot.baselines`), or the folder of an exported policy, that answers
@@ -220,6 +221,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         weights = self.scenario.reward.array()
         self._outputs = outputs(num_envs, instances, self._kinds)
         self._stepper = Stepper(self._cluster, self._episodes, self._metrics, weights, self._deciders, threads)
+        self.threads = self._stepper.threads
 
     # --- Gymnasium ---------------------------------------------------------------------------------------------------
 

@@ -77,10 +77,11 @@ def test_each_row_is_a_single_environment_in_all_modes(id: str, settings: dict[s
 
 
 @CASES
-def test_threads_change_nothing(id: str, settings: dict[str, Any]) -> None:
+def test_threads_change_nothing(id: str, settings: dict[str, Any], shared_steps: None) -> None:
     runs = []
     for threads in (1, 3):
         envs = made(id, settings, 6, threads=threads, autoreset_mode=AutoresetMode.SAME_STEP)
+        assert envs.threads == threads
         rng = np.random.default_rng(0)
         envs.reset(seed=7)
         runs.append([envs.step(legal_actions(envs, rng)) for _ in range(300)])

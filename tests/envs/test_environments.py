@@ -98,6 +98,7 @@ def test_truncation_is_that_of_a_time_limit() -> None:
 
 def rollout(num_envs: int, threads: int, steps: int = 400, **changes: Any) -> list[Any]:
     envs = FleetVectorEnv(num_envs, autoreset_mode=AutoresetMode.SAME_STEP, threads=threads, **SMALL, **changes)
+    assert envs.threads == min(threads, num_envs)
     rng = np.random.default_rng(0)
     observations, infos = envs.reset(seed=7)
     seen: list[Any] = [observations, infos]
@@ -116,11 +117,16 @@ def same(a: Any, b: Any, rows: slice) -> bool:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 50])
-def test_threads_change_nothing(threads: int) -> None:
+def test_threads_change_nothing(threads: int, shared_steps: None) -> None:
     assert same(rollout(8, 1), rollout(8, threads), slice(None))
 
 
-def test_rows_do_not_depend_on_how_many_there_are() -> None:
+def test_a_thread_is_used_where_it_has_enough_to_do() -> None:
+    used = {rows: FleetVectorEnv(rows, threads=2).threads for rows in (2, 64, 256)}
+    assert used == {2: 1, 64: 1, 256: 2}
+
+
+def test_rows_do_not_depend_on_how_many_there_are(shared_steps: None) -> None:
     for few, many in zip(rollout(3, 1), rollout(8, 2), strict=True):
         first = few[:4] if isinstance(few, tuple) else few  # infos of other rows' ends are in the larger one alone
         assert same(first, many[:4] if isinstance(many, tuple) else many, slice(0, 3))

@@ -103,10 +103,11 @@ def test_the_documented_shapes_are_right() -> None:
 
 
 @IDS
-def test_threads_change_nothing(id: str) -> None:
+def test_threads_change_nothing(id: str, shared_steps: None) -> None:
     runs = []
     for threads in (1, 3):
         envs = made(id, 6, threads=threads, autoreset_mode=AutoresetMode.SAME_STEP)
+        assert envs.threads == threads
         rng = np.random.default_rng(0)
         envs.reset(seed=7)
         runs.append([envs.step(legal_actions(envs, rng)) for _ in range(300)])
