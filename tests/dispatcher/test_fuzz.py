@@ -18,7 +18,7 @@ from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.http.client import HttpClient
 from fleetpilot.dispatcher.service import Dispatcher
 
-EXAMPLES = 8_000 if os.environ.get("FLEETPILOT_FUZZ") == "1" else 60
+EXAMPLES = 20_000 if os.environ.get("FLEETPILOT_FUZZ") == "1" else 60
 """The long run takes about 10 minutes."""
 QUIET_S = 0.02
 """A connection that says nothing more for so long waits for the rest of a request."""
