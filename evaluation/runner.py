@@ -15,7 +15,7 @@ from fleetpilot.agents import load_policy
 from fleetpilot.cluster import Failures, FleetConfig, simulate
 from fleetpilot.evaluation.backends import map_over_workers
 from fleetpilot.evaluation.provenance import code_version, config_hash, fleet_json, provenance, table_hash
-from fleetpilot.evaluation.runs import RunFiles, StoredRun, check_samples, run_one
+from fleetpilot.evaluation.runs import Outcome, RunFiles, StoredRun, check_samples, run_one
 from fleetpilot.fleet.jit import cache_dir
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.workloads.table import RequestTable, make_table
@@ -240,7 +240,12 @@ class Job:
 
 
 def run_job(job: Job) -> RunFiles:
-    """Make a run; its files.
+    """Make a run; its files. Raises what `outcome_of` does."""
+    return outcome_of(job).files({"config": job.config, "command": job.command, **provenance()})
+
+
+def outcome_of(job: Job) -> Outcome:
+    """Make a run.
 
     Raises:
         RuntimeError: a worker on another machine has other sources, whose runs would not be what their config says.
@@ -249,7 +254,7 @@ def run_job(job: Job) -> RunFiles:
         raise RuntimeError(
             f"a worker has fleetpilot {code_version()}, expected {job.config['code']}: install the same everywhere"
         )
-    outcome = run_one(
+    return run_one(
         job.table,
         job.fleet,
         load_policy(job.policy),
@@ -257,7 +262,6 @@ def run_job(job: Job) -> RunFiles:
         warmup_share=job.warmup_share,
         sample_interval_s=job.sample_interval_s,
     )
-    return outcome.files({"config": job.config, "command": job.command, **provenance()})
 
 
 class _Progress:

@@ -1,4 +1,8 @@
-"""The file of chosen parameters: which parameters each policy has in which family of scenarios (`fleetpilot tune`)."""
+"""The file of chosen parameters: which parameters each policy has in which family of scenarios (`fleetpilot tune`).
+
+`OURS` comes with fleetpilot (``tools/build_tuning.py``): its families are workloads, and
+docs/tuning.md says what was gained.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 FORMAT = 1
+OURS = Path(__file__).with_name("tuned.json")
 
 
 def read_tuned(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
@@ -24,6 +30,12 @@ def read_tuned(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     if found != FORMAT:
         raise ValueError(f"{path}: format = {found!r}: expected {FORMAT}")
     return families  # type: ignore[no-any-return]
+
+
+def split_name(name: str) -> tuple[str, dict[str, str]]:
+    """A policy's name without parameters, and these."""
+    policy, _, parameters = name.partition("?")
+    return policy, dict(parse_qsl(parameters))
 
 
 def tuned_names(path: Path, family: str, policies: Sequence[str]) -> list[str]:

@@ -25,10 +25,10 @@ from fleetpilot.baselines import load_policy, policy_parameters, policy_ranges
 from fleetpilot.cluster import FleetConfig
 from fleetpilot.evaluation.backends import map_over_workers
 from fleetpilot.evaluation.provenance import config_hash, provenance, to_json
-from fleetpilot.evaluation.runner import Cell, Job, Scenario, compile_kernels, run_job, stderr_line
+from fleetpilot.evaluation.runner import Cell, Job, Scenario, compile_kernels, outcome_of, stderr_line
 from fleetpilot.evaluation.runs import write_atomically
 from fleetpilot.evaluation.tables import Table, Text
-from fleetpilot.evaluation.tuned import FORMAT, read_tuned
+from fleetpilot.evaluation.tuned import FORMAT, read_tuned, split_name
 from fleetpilot.fleet.policy import Range
 from fleetpilot.fleet.view import KIND_DECODE, KIND_DESTINATION, KIND_DISPATCH, KIND_PREFILL, KIND_SCALE, KIND_SOURCE
 
@@ -47,7 +47,7 @@ class Study:
     """The search for one policy's parameters in one family.
 
     Attributes:
-        policy: its name, without parameters.
+        policy: its name; parameters in it stay as they are.
         family: of the scenarios.
         scenarios: their segments are the development windows.
         seeds: tie-break seeds of every run.
@@ -75,7 +75,12 @@ class Study:
             asked |= {KIND_SOURCE, KIND_DESTINATION}
         if any(fleet.scaling is not None for fleet in fleets):
             asked.add(KIND_SCALE)
-        return {name: allowed for name, allowed in policy_ranges(self.policy).items() if allowed.kind in asked}
+        policy, fixed = split_name(self.policy)
+        return {
+            name: allowed
+            for name, allowed in policy_ranges(policy).items()
+            if allowed.kind in asked and name not in fixed
+        }
 
     def jobs(self, policy: str, command: str) -> tuple[Job, ...]:
         """The runs of a trial."""
@@ -107,7 +112,7 @@ class Tuned:
     """What came of a study.
 
     Attributes:
-        policy: its name, without parameters.
+        policy: its name, without those parameters that were looked for.
         trials: in the order in which they were proposed; the first has the defaults.
     """
 
@@ -136,10 +141,12 @@ def _goodput(summary: dict[str, Any]) -> float:
 
 
 def with_parameters(policy: str, values: dict[str, float]) -> str:
-    """A policy's name with parameters; those at their defaults are left out."""
-    defaults = policy_parameters(policy)
-    said = "&".join(f"{name}={_rounded(value)}" for name, value in values.items() if value != defaults[name])
-    return f"{policy}?{said}" if said else policy
+    """A policy's name with more parameters; those at their defaults are left out."""
+    base, fixed = split_name(policy)
+    defaults = policy_parameters(base)
+    said = {name: _rounded(value) for name, value in values.items() if value != defaults[name]}
+    text = "&".join(f"{name}={value}" for name, value in {**fixed, **said}.items())
+    return f"{base}?{text}" if text else base
 
 
 def _rounded(value: float) -> str:
@@ -163,7 +170,7 @@ def tune(
 
     Args:
         scenarios: of the family; their segments are the development windows.
-        policies: names without parameters; those that have none to look for get one trial.
+        policies: names; parameters in them stay as they are, and those that have none to look for get one trial.
         out: folder of the file and of the trials.
         family: name of the scenarios together.
         trials: for each policy, at most.
@@ -174,14 +181,12 @@ def tune(
         command: the command line for the record; this process's by default.
 
     Raises:
-        ValueError: a policy is not known or has parameters in its name; nothing to try.
+        ValueError: a policy is not known; nothing to try.
         ChildProcessError: a worker died.
         KeyboardInterrupt: after Ctrl-C; trials in progress are finished first, and all that have ended are kept.
     """
     for policy in policies:
         load_policy(policy)
-        if "?" in policy:
-            raise ValueError(f"policy {policy!r}: expected a name without parameters, which are what is looked for")
     if not (scenarios and policies and seeds and trials > 0):
         raise ValueError("tune: expected at least one scenario, policy, seed and trial")
     folder = out / "trials"
@@ -223,7 +228,7 @@ def run_studies(
 
 def run_trial(jobs: tuple[Job, ...]) -> Trial:
     """Make the runs of one set of parameters."""
-    runs = [(json.loads(run_job(job).summary)["metrics"], job.fleet) for job in jobs]
+    runs = [(outcome_of(job).summary["metrics"], job.fleet) for job in jobs]
     return Trial(
         jobs[0].policy,
         float(np.mean([objective(summary, fleet) for summary, fleet in runs])),
@@ -273,7 +278,7 @@ class _Search:
         }
         sampler = optuna.samplers.TPESampler(seed=study.seed, n_startup_trials=FIRST_ROUND, constant_liar=True)
         self._optuna = optuna.create_study(direction="maximize", sampler=sampler)
-        defaults = policy_parameters(study.policy)
+        defaults = policy_parameters(split_name(study.policy)[0])
         self._optuna.enqueue_trial({name: defaults[name] for name in self.ranges})
 
     def propose(self) -> list[_Proposal]:

@@ -3,7 +3,9 @@
 ``learned.toml`` fixes the cells - workloads at loads relative to the fleet's capacity - and their windows. On the
 validation windows all baselines run. The one that meets most targets in a cell is the learned policy's opponent there;
 the one that misses least over all cells is its opponent everywhere, for a fleet runs one policy. Both are met on the
-test windows, and both are chosen twice: of all baselines, and of those that serve every request. The report begins with
+test windows, and both are chosen twice: of all baselines, and of those that serve every request. A baseline whose
+parameters were tuned for the workload (`fleetpilot.evaluation.tuned`, on development windows) stands for itself with
+these and with its defaults: whichever was better on the validation windows. The report begins with
 how far the best baseline is from rules that know what no dispatcher does. On fleets of sizes that no training has seen
 the policy meets the opponent that is best at the usual size.
 """
@@ -39,13 +41,14 @@ from fleetpilot.evaluation.runner import Scenario, evaluate
 from fleetpilot.evaluation.segments import at_load, capacity_rps, rate_rps, superpose, within_length
 from fleetpilot.evaluation.statistics import Interval, holm, iqm
 from fleetpilot.evaluation.tables import Table, Text, number
+from fleetpilot.evaluation.tuned import OURS, split_name, tuned_names
 from fleetpilot.fleet.policy import kinds_of, only_places
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.view import KIND_DISPATCH
 from fleetpilot.workloads import RequestTable, workload
 
 LEARNED = ("learned",)
-VALIDATION, TEST = "validation", "test"
+DEVELOPMENT, VALIDATION, TEST = "development", "validation", "test"
 TOLERANCE_POINTS = 0.2
 """Where the opponent misses next to nothing, a learned policy may miss so much more."""
 RESAMPLES = 10_000
@@ -84,6 +87,11 @@ def field() -> list[str]:
     return [name for name, make in baselines.BASELINES.items() if only_places(make())]
 
 
+def variants(name: str) -> list[str]:
+    """The field, with default parameters and with those tuned for a workload."""
+    return [*dict.fromkeys([*field(), *tuned_names(OURS, name, field())])]
+
+
 def bounds() -> list[str]:
     """Policies that know what no dispatcher does."""
     return [name for name, make in baselines.ORACLE_BOUNDS.items() if KIND_DISPATCH in kinds_of(make())]
@@ -104,6 +112,11 @@ def cells(name: str, part: str, size: Size) -> list[Scenario]:
     seeds = range(first, first + count)
     make = of_environment if name in plan()["scenarios"] else _of_workload
     return [make(name, load, seeds, size.share) for load in loads]
+
+
+def development(name: str) -> list[Scenario]:
+    """What a workload's parameters are tuned on: the first of its development windows, at every load."""
+    return cells(name, DEVELOPMENT, Size(windows=plan()["tuning"]["windows"]))
 
 
 def other_sizes(name: str, size: Size) -> list[Scenario]:
@@ -177,11 +190,11 @@ class Opponents(NamedTuple):
 
     Attributes:
         of: cell -> its name.
-        everywhere: the one that misses least over all cells.
+        everywhere: the policy that misses least over all cells: cell -> its name with the better parameters there.
     """
 
     of: dict[str, str]
-    everywhere: str
+    everywhere: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -223,19 +236,19 @@ def run(
     rejecting: set[str] = set()
     for name in chosen:
         scenarios = cells(name, VALIDATION, size)
-        runs = evaluate(scenarios, [*field(), *bounds()], out, seeds=(0,), workers=workers)
+        runs = evaluate(scenarios, [*variants(name), *bounds()], out, seeds=(0,), workers=workers)
         for result in _collected(runs, scenarios):
             misses[result.name] = {of.policy: missed(of.pooled) for of in result.policies}
             rejecting |= {of.policy for of in result.policies if of.pooled["requests"]["rejected"]}
-    serving = [policy for policy in field() if policy not in rejecting]
-    groups = {ANY: _best(misses, field()), SERVING: _best(misses, serving)}
+    groups = {ANY: _best(misses, set(bounds())), SERVING: _best(misses, {*bounds(), *rejecting})}
     found = []
     for name in chosen:
         scenarios = cells(name, TEST, size)
         met = [
             opponent
             for group in groups.values()
-            for opponent in (group.everywhere, *(group.of[scenario.name] for scenario in scenarios))
+            for scenario in scenarios
+            for opponent in (group.everywhere[scenario.name], group.of[scenario.name])
         ]
         runs = evaluate(scenarios, [*dict.fromkeys([*policies, *met])], out, seeds=range(size.seeds), workers=workers)
         for result in _collected(runs, scenarios):
@@ -247,9 +260,18 @@ def run(
     return [_room(misses, groups), *answers]
 
 
-def _best(misses: dict[str, dict[str, float]], policies: Sequence[str]) -> Opponents:
-    of = {cell: min(policies, key=values.__getitem__) for cell, values in misses.items()}
-    return Opponents(of, min(policies, key=lambda policy: np.mean([values[policy] for values in misses.values()])))
+def _best(misses: dict[str, dict[str, float]], others: set[str]) -> Opponents:
+    """Of all that ran in the cells but `others`."""
+    better: dict[str, dict[str, str]] = {}  # policy -> cell -> its name with the better parameters
+    for cell, values in misses.items():
+        for name in sorted(values.keys() - others, key=values.__getitem__, reverse=True):
+            better.setdefault(split_name(name)[0], {})[cell] = name
+    of = {
+        cell: min((names[cell] for names in better.values() if cell in names), key=values.__getitem__)
+        for cell, values in misses.items()
+    }
+    everywhere = [names for names in better.values() if names.keys() == misses.keys()]
+    return Opponents(of, min(everywhere, key=lambda names: np.mean([misses[cell][names[cell]] for cell in misses])))
 
 
 def _of_other_sizes(
@@ -320,8 +342,9 @@ def _answers(policy: str, groups: dict[str, Opponents], found: Sequence[Cell], s
     rows: dict[str, Pairs] = {}
     for title, group in groups.items():
         rows[f"the best of {title} in each cell"] = against(found, title)
-        everywhere = {cell.name: (cell.test[policy], cell.test[group.everywhere]) for cell in found}
-        rows[f"the best of {title} over all cells, {group.everywhere}"] = everywhere
+        everywhere = {cell.name: (cell.test[policy], cell.test[group.everywhere[cell.name]]) for cell in found}
+        policy_everywhere, _ = split_name(next(iter(group.everywhere.values())))
+        rows[f"the best of {title} over all cells, {policy_everywhere}"] = everywhere
     return [
         _summary(policy, rows),
         *(_cells(f"{policy}: against the best of {title} in each cell", against(found, title)) for title in groups),

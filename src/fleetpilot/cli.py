@@ -703,6 +703,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _add_evaluate(commands: Any) -> None:
+    from fleetpilot.evaluation.tuned import OURS
+
     parser = _command(
         commands,
         "evaluate",
@@ -712,6 +714,7 @@ def _add_evaluate(commands: Any) -> None:
         "examples:\n"
         "  fleetpilot evaluate --policies all --workload trace.csv --drop-over-length --load 0.8,0.95 --segments 10\n"
         "  fleetpilot evaluate --policies round-robin,lmetric --workload 'twin/azure-conv' --instances 12 -o runs/two\n"
+        "  fleetpilot evaluate --tuned --family azure-conv --workload twin/azure-conv --load 0.95 --instances 8\n"
         "  fleetpilot evaluate --experiment llumnix-motivation\n",
     )
     parser.add_argument(
@@ -737,9 +740,18 @@ def _add_evaluate(commands: Any) -> None:
         default="all",
         help="of each workload: all (the default), or what tune leaves out or takes",
     )
-    parser.add_argument("--tuned", metavar="FILE", type=Path, help="take the parameters that tune wrote")
     parser.add_argument(
-        "--family", metavar="NAME", help=f"of the parameters in the file of --tuned (default {DEFAULT_FAMILY})"
+        "--tuned",
+        metavar="FILE",
+        type=Path,
+        nargs="?",
+        const=OURS,
+        help="take the parameters that tune wrote; without FILE those that come with fleetpilot",
+    )
+    parser.add_argument(
+        "--family",
+        metavar="NAME",
+        help=f"of the parameters in the file of --tuned (default {DEFAULT_FAMILY}), such as azure-conv in ours",
     )
     _add_fleet_options(parser)
     parser.add_argument(

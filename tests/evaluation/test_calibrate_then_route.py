@@ -19,11 +19,16 @@ from fleetpilot.evaluation.experiments.calibrate_then_route import (
     PAPER,
     PAPER_MAIN,
     ROUND_ROBIN,
-    SIMULATOR_FACTORS,
+    STARVED_POOLS,
+    WRONG,
     Cell,
     Size,
+    concentration,
+    drawn,
+    in_place_of,
     miscalibrated,
     mixed,
+    of_weights,
     pools,
     rate_where,
     signs,
@@ -43,7 +48,7 @@ def paper_cells() -> dict[tuple[str, str], Cell]:
     goodputs |= {(MAIN, policy): main for policy in experiment.ABLATIONS.values()}
     goodputs |= {("error 0", CALIBRATED): main, ("error 1", CALIBRATED): main - 0.005}
     goodputs |= {("2P+3D", JSQ): 0.822, ("2P+5D", ROUND_ROBIN): main}
-    goodputs |= {(FULL, policy): goodputs["starved 1P+2D", policy] for policy in (ROUND_ROBIN, CALIBRATED)}
+    goodputs |= {(FULL, policy): goodputs[STARVED_POOLS, policy] for policy in (ROUND_ROBIN, CALIBRATED)}
     goodputs |= {(experiment.LONG, policy): goodputs[MAIN, policy] for policy in (ROUND_ROBIN, CALIBRATED)}
     return {key: cell(goodput) for key, goodput in goodputs.items()}
 
@@ -60,7 +65,7 @@ def test_the_paper_itself_has_its_signs() -> None:
 
 def test_another_sign_and_none_are_told() -> None:
     cells = paper_cells()
-    cells[MAIN, miscalibrated(SIMULATOR_FACTORS[0])] = cell(0.85)
+    cells[MAIN, WRONG] = cell(0.85)
     cells["chat", HEURISTIC] = Cell(cells["chat", CALIBRATED].goodput + np.array([-0.1, 0.1, 0.1]), 0.3, 0.02)
     cells["2P+6D", CALIBRATED] = cell(0.88)
     judged = answers(cells)
@@ -69,6 +74,40 @@ def test_another_sign_and_none_are_told() -> None:
         "2P+6D: calibrated - round robin",
         "chat: calibrated - length heuristic",
     ]
+
+
+def test_weights_are_counted_that_bring_the_papers_finding() -> None:
+    routers = drawn(3)
+    cells = paper_cells()
+    chats = (0.70, 0.80, 0.90)  # the length heuristic meets 0.855
+    cells |= {("chat", router): cell(goodput) for router, goodput in zip(routers, chats, strict=True)}
+    cells |= {(MAIN, in_place_of(router)[WRONG]): cell(0.80) for router in routers}
+    rows = {row[0].text: [text.text for text in row[2:]] for row in of_weights(cells, routers).rows}
+    assert rows == {
+        "chat: calibrated - length heuristic": ["-15.50", "-5.50", "+4.50", "below 0", "2"],
+        "wrong constants - round robin": ["-3.60", "-3.60", "-3.60", "below 0", "3"],
+    }
+
+
+def test_other_weights_stand_for_those_set_by_hand() -> None:
+    others = in_place_of("calibrated?backlog=2&queue=0.5", "length-heuristic?threshold=9")
+    assert others[CALIBRATED] == "calibrated?backlog=2&queue=0.5"
+    assert others[WRONG] == "calibrated?backlog=2&queue=3.7"
+    assert others[HEURISTIC] == "length-heuristic?threshold=9"
+    assert miscalibrated(10.0, "calibrated?backlog=2") == "calibrated?backlog=2&queue=5", "of the default"
+    for router in drawn(2):
+        load_policy(router)
+    assert drawn(2) == drawn(3)[:2]
+
+
+def test_where_memory_fills_the_pressure_term_sends_short_requests_to_the_fullest() -> None:
+    with_it, without = (
+        [float(cell.text) for cell in row[1:]] for row in concentration(11.5, Size(requests=1_500, traces=3)).rows
+    )
+    long_answer, long_prompt, both_short = (one - other for one, other in zip(with_it, without, strict=True))
+    assert long_prompt > 20
+    assert both_short > 20
+    assert long_answer < long_prompt
 
 
 def test_constants_that_are_too_small_are_a_dearer_queue() -> None:
@@ -94,7 +133,7 @@ def test_the_rate_is_where_round_robin_meets_the_goodput() -> None:
 
 
 def test_it_runs_and_lays_its_figures_beside_the_papers(tmp_path: Path) -> None:
-    tables = experiment.run(tmp_path, workers=1, size=Size(requests=150, traces=2))
+    tables = experiment.run(tmp_path, workers=1, size=Size(requests=150, traces=2, drawn=2))
     for table in tables:
         assert table.rows
         assert all(len(row) == len(table.header) for row in table.rows)

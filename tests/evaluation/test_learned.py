@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleetpilot.baselines import BASELINES
+from fleetpilot.baselines import BASELINES, policy_ranges
 from fleetpilot.evaluation.comparison import PolicyResult
 from fleetpilot.evaluation.experiments import learned
 from fleetpilot.evaluation.experiments.learned import TEST, VALIDATION, Size, cells, fewer_misses, judge
 from fleetpilot.evaluation.tables import Table
+from fleetpilot.evaluation.tuned import OURS, read_tuned
 
 SMALL = Size(windows=2, share=0.05, seeds=1, cells=("bursty", "azure-conv"), loads=(0.95,), sizes=(2,))
 STAND_IN = "join-shortest-queue"
@@ -52,7 +53,8 @@ def test_opponents_are_chosen_on_windows_that_do_not_score(
     monkeypatch.setattr(learned, "evaluate", seen)
     monkeypatch.setattr("fleetpilot.evaluation.runner.run_job", None)  # all is on disk
     assert learned.run(tmp_path, workers=1, policies=(STAND_IN,), size=SMALL) == small[1]
-    chosen_with = [policies for _, policies in ran if policies == [*learned.field(), *learned.bounds()]]
+    fields = [[*learned.variants(name), *learned.bounds()] for name in SMALL.cells or ()]
+    chosen_with = [policies for _, policies in ran if policies in fields]
     scored_with = [policies for _, policies in ran if policies[0] == STAND_IN]
     assert len(chosen_with) == 4
     assert len(scored_with) == 4 + 2, "of one workload on a fleet of another size"
@@ -83,6 +85,40 @@ def test_the_field_is_what_dispatches_and_nothing_else() -> None:
     assert "oracle-least-work" in learned.bounds()
     assert "llumnix" not in learned.field()
     assert set(learned.field()) <= set(BASELINES)
+
+
+def test_a_baseline_stands_with_the_better_of_its_parameters() -> None:
+    misses = {
+        "x at 1": {
+            "lmetric": 5.0,
+            "mooncake": 2.0,
+            "mooncake?margin=2": 1.0,
+            "dynamo-kv": 6.0,
+            "dynamo-kv?weight=3": 4.0,
+        },
+        "y at 1": {
+            "lmetric": 2.0,
+            "mooncake": 9.0,
+            "mooncake?reject=0": 7.0,
+            "dynamo-kv": 5.0,
+            "dynamo-kv?weight=2": 6.0,
+        },
+    }
+    every = learned._best(misses, set())
+    assert every.of == {"x at 1": "mooncake?margin=2", "y at 1": "lmetric"}
+    assert every.everywhere == {"x at 1": "lmetric", "y at 1": "lmetric"}
+    serving = learned._best(misses, {"mooncake", "mooncake?margin=2", "lmetric"})
+    assert serving.of == {"x at 1": "dynamo-kv?weight=3", "y at 1": "dynamo-kv"}
+    assert serving.everywhere == serving.of, "mooncake does not serve all of x"
+
+
+def test_the_parameters_tuned_for_a_workload_are_in_its_field() -> None:
+    families = read_tuned(OURS)
+    for name in learned.names():
+        tuned = [families[name][policy]["chosen"] for policy in families[name]]
+        assert set(learned.variants(name)) == {*learned.field(), *tuned}
+        tunable = {policy for policy in learned.field() if policy_ranges(policy)}
+        assert families[name].keys() == tunable - {"preble", "polyserve"}
 
 
 def result(*goodput: float) -> PolicyResult:

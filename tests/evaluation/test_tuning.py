@@ -13,8 +13,9 @@ import pytest
 from fleetpilot.baselines import BASELINES, load_policy, policy_ranges
 from fleetpilot.cluster import FleetConfig, Pools, Rebalancing, Scaling
 from fleetpilot.evaluation import Scenario, cut, tuning
+from fleetpilot.evaluation.experiments import learned
 from fleetpilot.evaluation.segments import windows_of
-from fleetpilot.evaluation.tuned import read_tuned, tuned_names
+from fleetpilot.evaluation.tuned import OURS, read_tuned, split_name, tuned_names
 from fleetpilot.evaluation.tuning import (
     INSTANCE_PRICE,
     Study,
@@ -58,13 +59,13 @@ def run_study(of: Study) -> Tuned:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The policies of the runs that were made."""
     made: list[str] = []
-    run_job = tuning.run_job
+    outcome_of = tuning.outcome_of
 
     def counted(job: Any) -> Any:
         made.append(job.policy)
-        return run_job(job)
+        return outcome_of(job)
 
-    monkeypatch.setattr(tuning, "run_job", counted)
+    monkeypatch.setattr(tuning, "outcome_of", counted)
     return made
 
 
@@ -99,17 +100,17 @@ def test_an_interrupted_study_goes_on_where_it_was(
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
     whole = run_study(study(tmp_path / "whole"))
-    counted = tuning.run_job
+    counted = tuning.outcome_of
 
     def interrupted(job: Any) -> Any:
         if len(runs) == 12 + 5:  # in the third trial
             raise KeyboardInterrupt
         return counted(job)
 
-    monkeypatch.setattr(tuning, "run_job", interrupted)
+    monkeypatch.setattr(tuning, "outcome_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_study(study(tmp_path / "cut"))
-    monkeypatch.setattr(tuning, "run_job", counted)
+    monkeypatch.setattr(tuning, "outcome_of", counted)
     kept = (tmp_path / "cut" / "trials.jsonl").read_text()
     (tmp_path / "cut" / "trials.jsonl").write_text(kept + '\n{"key": "cut off by a cr')
     del runs[:]
@@ -144,6 +145,15 @@ def test_only_parameters_that_matter_are_looked_for(tmp_path: Path) -> None:
     assert names("cache-aware", rebalancing=Rebalancing()) == ["least", "ratio", "prefix"]
 
 
+def test_parameters_in_the_name_stay(tmp_path: Path) -> None:
+    of = study(tmp_path, "calibrated?sampled=1&guard=0", trials=3)
+    assert "sampled" not in of.ranges
+    assert "guard" not in of.ranges
+    tuned = run_study(of)
+    assert tuned.trials[0].policy == "calibrated?sampled=1&guard=0"
+    assert all(trial.policy.startswith("calibrated?sampled=1&guard=0&backlog=") for trial in tuned.trials[1:])
+
+
 def test_a_policy_without_parameters_is_tried_once(tmp_path: Path, runs: list[str]) -> None:
     tuned = run_study(study(tmp_path, "lmetric"))
     assert [trial.policy for trial in tuned.trials] == ["lmetric"]
@@ -162,6 +172,7 @@ def test_a_fleet_that_scales_pays_for_its_instances() -> None:
 def test_names_hold_rounded_parameters_that_are_not_the_defaults() -> None:
     assert with_parameters("llumnix", {"threshold": 3.0, "low": 10.0}) == "llumnix"
     assert with_parameters("llumnix", {"threshold": 4.56789, "low": 10.0}) == "llumnix?threshold=4.57"
+    assert with_parameters("llumnix?low=3", {"threshold": 4.0}) == "llumnix?low=3&threshold=4"
     assert with_parameters("llumnix", {"threshold": 2048.0, "low": 0.00012345}) == "llumnix?threshold=2050&low=0.000123"
 
 
@@ -197,6 +208,22 @@ def test_what_was_chosen_is_written_and_read(tmp_path: Path) -> None:
         tuned_names(path, "code", ["round-robin"])
 
 
+def test_what_comes_with_fleetpilot_was_tuned_within_one_budget_and_is_no_worse_there() -> None:
+    most = learned.plan()["tuning"]["trials"]
+    for policies in read_tuned(OURS).values():
+        for policy, record in policies.items():
+            load_policy(record["chosen"])
+            name, fixed = split_name(policy)
+            chosen, parameters = split_name(record["chosen"])
+            assert chosen == name
+            assert parameters.items() >= fixed.items()
+            assert parameters.keys() - fixed.keys() <= policy_ranges(name).keys()
+            assert record["value"] >= record["default_value"]
+            assert 1 <= record["trials"] <= most
+            assert record["commit"]
+            assert record["command"] == "python tools/build_tuning.py"
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1}'])
 def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
@@ -209,8 +236,6 @@ def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
 
 
 def test_bad_requests_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"policy 'llumnix\?low=3': expected a name without parameters"):
-        tune([SCENARIO], ["llumnix?low=3"], tmp_path, family="chat")
     with pytest.raises(ValueError, match="at least one scenario, policy, seed and trial"):
         tune([SCENARIO], [], tmp_path, family="chat")
     with pytest.raises(ValueError, match="policy 'nobody' is not known"):
