@@ -9,6 +9,9 @@ second.
 The peer is the offline replay of NVIDIA Dynamo, in its own environment `.venv-peers`, which is made on first use. The
 two have different timing models of the same hardware: latencies are printed to show that both simulated the same load.
 
+Last, what a cache that all instances share and speculative decoding cost our speed, on the job and on sessions, whose
+prompts the cache can hold.
+
 Usage: python benchmarks/common_job.py [--quick]
 """
 
@@ -21,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +33,9 @@ from _report import HERE, machine, print_table, run_json, spread
 from numpy.typing import NDArray
 
 from fleetpilot.baselines import load_policy
-from fleetpilot.cluster import FleetConfig, simulate
+from fleetpilot.cluster import FleetConfig, SharedCache, simulate
 from fleetpilot.fleet.profiles import load_profile
+from fleetpilot.workloads import workload
 from fleetpilot.workloads.table import RequestTable, make_table
 
 PEER = "ai-dynamo-runtime==1.6.1"
@@ -43,7 +48,15 @@ REPEATS = 3
 RUNS_PER_REPEAT = 5  # of ours: they are over in a tenth of a second
 SEED = 7
 TRACE_BLOCK_TOKENS = 512
-FLEET = FleetConfig.of(load_profile("h100-llama-3.1-8b").replace(kv_blocks=26_000, max_num_seqs=256), 8)
+PROFILE = load_profile("h100-llama-3.1-8b").replace(kv_blocks=26_000, max_num_seqs=256)
+FLEET = FleetConfig.of(PROFILE, 8)
+OPTIONS = {
+    "as it is": FLEET,
+    "shared cache of 200 GB": replace(FLEET, shared_cache=SharedCache(200e9)),
+    "3 drafts, 70 % accepted": FleetConfig.of(PROFILE.replace(draft_tokens=3, acceptance=0.7), 8),
+}
+OPTION_POLICY = "join-shortest-queue"
+SESSIONS = "sessions/chat?rate=12.8&turns=5&loop=open&think_s=20&n={n}"
 
 
 class Run(NamedTuple):
@@ -87,12 +100,12 @@ def slope(sizes: tuple[int, int], cpu_s: list[float]) -> float:
     return (sizes[1] - sizes[0]) / (cpu_s[1] - cpu_s[0])
 
 
-def run_fleetpilot(tables: tuple[RequestTable, RequestTable], policy: str) -> Run:
+def run_fleetpilot(tables: tuple[RequestTable, RequestTable], policy: str, fleet: FleetConfig = FLEET) -> Run:
     """The rate between the two tables, and the latencies of the larger one."""
     cpu_s = []
     for table in tables:
         before_s = time.process_time()
-        log = simulate(table, FLEET, load_policy(policy))
+        log = simulate(table, fleet, load_policy(policy))
         cpu_s.append(time.process_time() - before_s)
     arrival_s = log.requests["arrival_s"]
     return Run(
@@ -150,6 +163,21 @@ def main() -> None:
     print_report(runs)
     if not with_peer:
         print(f"{PEER} could not be installed, so there is nothing to compare with.")
+    print_options({"the job": tables, "sessions": tuple(workload(SESSIONS.format(n=size)) for size in sizes)})
+
+
+def print_options(workloads: dict[str, tuple[RequestTable, RequestTable]]) -> None:
+    """The rates with and without each option, taken in turns."""
+    rates: dict[tuple[str, str], list[float]] = {}
+    for _ in range(REPEATS * RUNS_PER_REPEAT):
+        for name, tables in workloads.items():
+            for option, fleet in OPTIONS.items():
+                rates.setdefault((name, option), []).append(run_fleetpilot(tables, OPTION_POLICY, fleet).requests_per_s)
+    rows = []
+    for (name, option), measured in rates.items():
+        ratio = statistics.median(measured) / statistics.median(rates[name, next(iter(OPTIONS))])
+        rows.append([f"{name}, {option}", str(len(measured)), spread(measured), f"{ratio:.2f}"])
+    print_table([OPTION_POLICY, "runs", "requests per CPU-second: min / median / max", "of the median as it is"], rows)
 
 
 def print_report(runs: dict[tuple[str, str], list[Run]]) -> None:
