@@ -108,7 +108,7 @@ def explain(policy: LearnedPolicy, view: FleetView) -> Explained:
     """
     if len(view) != 1:
         raise ValueError(f"view: got {len(view)} rows, expected 1")
-    arrays = features(view, policy.kinds)
+    arrays = features(view, policy.network.kinds)
     said = policy.score(arrays)
     probability = np.exp(_log_probabilities(said.logits))[0]
     return Explained(
@@ -117,7 +117,7 @@ def explain(policy: LearnedPolicy, view: FleetView) -> Explained:
         choice=int(policy.decide(view).choice[0]),
         out_of_range=bool(said.out_of_range[0]),
         probability=np.where(arrays["action_mask"][0] > 0, probability, 0.0),
-        names=tuple(feature.name for feature in features_for(policy.kinds)["instances"]),
+        names=tuple(feature.name for feature in features_for(policy.network.kinds)["instances"]),
         values=arrays["instances"][0],
         effects=_effects(policy, arrays),
     )
@@ -164,7 +164,7 @@ def recorded_view(
     from fleetpilot.envs import FleetVectorEnv
 
     changes: dict[str, Any] = {} if load is None else {"load": load}
-    kinds = [KINDS[kind] for kind in policy.kinds]
+    kinds = [KINDS[kind] for kind in policy.network.kinds]
     envs = FleetVectorEnv(1, scenario=scenario, instances=instances, kinds=kinds, **changes)
     envs.reset(seed=seed)
     for asked in range(1, decision):

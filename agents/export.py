@@ -16,6 +16,7 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from fleetpilot.agents.inference import WEIGHTS
 from fleetpilot.agents.runtime import ARRAYS_FILE, CARD, FORMAT, GOLDEN, NETWORK, Network
 from fleetpilot.agents.schema import ARRAYS, SCHEMA_VERSION, feature_schema
 from fleetpilot.agents.scorer import SetScorer
+from fleetpilot.fleet.admission import Admission
 from fleetpilot.fleet.features import KINDS, features_for
 
 _GROUPS = ("instances", "request", "fleet")
@@ -49,6 +51,7 @@ def export_policy(
     fallback: str,
     mode: str,
     provenance: Mapping[str, Any],
+    admission: Admission | None = None,
 ) -> None:
     """Write the folder.
 
@@ -59,6 +62,7 @@ def export_policy(
         fallback: baseline that decides where the policy is not at home.
         mode: default of the runtime.
         provenance: where it is from, JSON-serialisable.
+        admission: which requests the runtime rejects by default.
 
     Raises:
         ValueError: the network was not trained, so that nothing is known of its ranges.
@@ -79,6 +83,7 @@ def export_policy(
         "hidden": scorer.hidden,
         "fallback": fallback,
         "mode": mode,
+        "admission": None if admission is None else asdict(admission),
         "trained_ranges": {key: {"low": least.tolist(), "high": most.tolist()} for key, least, most in parts},
         "features": feature_schema(kinds),
         "files": {

@@ -40,6 +40,7 @@ class Words(IntEnum):
     FLEET = auto()
     HIDDEN = auto()
     MODE = auto()
+    KINDS = auto()  # that the network answers, a bit for each
     WEIGHTS = auto()  # addresses
     LOW = auto()
     HIGH = auto()
@@ -49,7 +50,8 @@ class Words(IntEnum):
     OUT_OF_RANGE = auto()
 
 
-_INSTANCE, _REQUEST, _FLEET, _HIDDEN, _MODE, _WEIGHTS, _LOW, _HIGH, _FALLBACK, _FALLBACK_KINDS = map(int, [*Words][:10])
+_INSTANCE, _REQUEST, _FLEET, _HIDDEN, _MODE, _KINDS = map(int, [*Words][:6])
+_WEIGHTS, _LOW, _HIGH, _FALLBACK, _FALLBACK_KINDS = map(int, [*Words][6:11])
 _DECISIONS, _OUT_OF_RANGE, _COUNT = int(Words.DECISIONS), int(Words.OUT_OF_RANGE), len(Words)
 
 WEIGHTS = (
@@ -81,13 +83,14 @@ class Memory:
         low: NDArray[np.float32],
         high: NDArray[np.float32],
         mode: int,
+        kinds: int,
         fallback: Any,
         fallback_kinds: int,
     ):
         self.words = np.zeros(len(Words), np.int64)
         self.arrays = {Words.WEIGHTS: weights, Words.LOW: low, Words.HIGH: high}
         self.fallback = fallback
-        self.words[: Words.WEIGHTS] = *sizes, hidden, mode
+        self.words[: Words.WEIGHTS] = *sizes, hidden, mode, kinds
         self.words[Words.FALLBACK_KINDS] = fallback_kinds
         if not UNCOMPILED:
             for word, array in self.arrays.items():
@@ -355,10 +358,20 @@ def choose_by_logits(logits: Any, gate: float, may_hold: bool, mode: int, random
     return chosen
 
 
+@inlined
+def _answer_of_fallback(memory: Any, instances: Any, requests: Any, fleets: Any) -> int:
+    """Of the fallback; `NONE` to what it does not know."""
+    if not answers(_words_of(memory)[_FALLBACK_KINDS], fleets[0].kind):
+        return NONE
+    return _fall_back(memory, instances, requests, fleets)
+
+
 @kernel
 def decide(memory: Any, instances: Any, requests: Any, fleets: Any) -> int:
     """The choice of the policy at an address: one row of a view, as `fleetpilot.fleet.policy.Choose` gets it."""
     words = _words_of(memory)
+    if not answers(words[_KINDS], fleets[0].kind):
+        return _answer_of_fallback(memory, instances, requests, fleets)
     count = len(instances)
     f = words[_INSTANCE]
     x = np.empty((1, count, f), np.float32)
@@ -371,9 +384,7 @@ def decide(memory: Any, instances: Any, requests: Any, fleets: Any) -> int:
     _add_one(memory, _DECISIONS)
     if is_out_of_range(memory, x[0], request[0], fleet[0]):
         _add_one(memory, _OUT_OF_RANGE)
-        if not answers(words[_FALLBACK_KINDS], fleets[0].kind):
-            return NONE
-        return _fall_back(memory, instances, requests, fleets)
+        return _answer_of_fallback(memory, instances, requests, fleets)
     logits = np.empty(count + 1, np.float32)
     gate = score(memory, x[0], request[0], fleet[0], kind[0], mask[0], logits)
     return choose_by_logits(logits, gate, fleets[0].may_hold != 0, words[_MODE], fleets[0].random_key)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 from fleetpilot import baselines
 from fleetpilot.agents.inference import MODES, WEIGHTS, Memory, decide, decide_rows, score_rows, weight_count
 from fleetpilot.agents.schema import ARRAYS, SCHEMA_VERSION, feature_schema, sizes_for
+from fleetpilot.fleet.admission import Admission, admission_array, is_late
 from fleetpilot.fleet.features import KINDS, features, features_for
 from fleetpilot.fleet.jit import UNCOMPILED, function_pointer
 from fleetpilot.fleet.policy import CHOOSE_SIGNATURE, CompiledPolicy, Policy, answers, choose_at, require_compiled
-from fleetpilot.fleet.view import REJECT, Decision, FleetView, empty_view
+from fleetpilot.fleet.view import KIND_DISPATCH, NONE, REJECT, Decision, FleetView, empty_view
 
 FORMAT = "fleetpilot-policy"
 CARD, NETWORK, ARRAYS_FILE, GOLDEN = "policy.json", "policy.onnx", "weights.npz", "golden.npz"
@@ -40,6 +41,8 @@ SHIPPED = {path.parent.name: path.parent for path in sorted((Path(__file__).pare
 """Name -> folder of the exports that come with fleetpilot."""
 RANGE_MARGIN = 0.1
 """A feature may leave its trained range by so much of the range that it has by its definition."""
+OWN = "own"
+"""In place of the name of an admission: what the export says."""
 _GOLDEN_TOLERANCE = 1e-4
 _GOLDEN_ROUNDING = 1e-6
 """Of logits in the hundreds: golden features are drawn from the whole range, and float32 has seven digits."""
@@ -48,7 +51,8 @@ _GOLDEN_ROUNDING = 1e-6
 def load_policy(name: str) -> Policy:
     """A policy by name: a baseline's (`fleetpilot.baselines.load_policy`), one of `SHIPPED`, or an export's folder.
 
-    A folder is what exists as one or has a slash in it. Behind a ``?`` an export takes ``mode`` and ``admission``:
+    A folder is what exists as one or has a slash in it. Behind a ``?`` an export takes ``mode``, ``admission`` (a
+    baseline's name, or ``none``), or ``late`` and ``cold`` of an admission of its own (`Admission`):
     ``runs/mine/export?mode=sample&admission=mooncake``.
 
     Raises:
@@ -59,13 +63,29 @@ def load_policy(name: str) -> Policy:
     if known or not (base in SHIPPED or is_export_name(base)):
         return baselines.load_policy(name)
     given = dict(parse_qsl(parameters, keep_blank_values=True))
-    if (question_mark and not given) or set(given) - {"mode", "admission"}:
+    if (question_mark and not given) or set(given) - {"mode", "admission", "late", "cold"}:
         raise ValueError(
-            f"policy {name!r}: expected nothing but mode={' or mode='.join(MODES)} and admission=NAME behind the ?"
+            f"policy {name!r}: expected nothing but mode={' or mode='.join(MODES)} and admission=NAME, or late=X and "
+            "cold=X, behind the ?"
         )
-    policy = load_export(SHIPPED.get(base, Path(base)), given.get("mode"), given.get("admission"))
+    folder = SHIPPED.get(base, Path(base))
+    policy = load_export(folder, given.pop("mode", None), _asked_admission(name, folder, given))
     policy.name = name
     return policy
+
+
+def _asked_admission(name: str, folder: Path, given: dict[str, str]) -> str | Admission | None:
+    """What the parameters of a policy's name ask for, as `load_export` takes it."""
+    baseline = given.pop("admission", OWN)
+    if not given:
+        return None if baseline == "none" else baseline
+    if baseline != OWN:
+        raise ValueError(f"policy {name!r}: admission=NAME is without late and cold; expected one of both")
+    try:
+        asked = {key: float(value) for key, value in given.items()}
+    except ValueError:
+        raise ValueError(f"policy {name!r}: expected numbers for late and cold") from None
+    return replace(_own_admission(folder, read_card(folder)) or Admission(), **asked)
 
 
 def is_export_name(base: str) -> bool:
@@ -123,12 +143,14 @@ class LearnedPolicy(CompiledPolicy):
     Args:
         name: as in results.
         network: what it learned.
-        fallback: name of the baseline that decides where the policy is not at home.
+        fallback: name of the baseline that decides where the policy is not at home, and answers what other kinds of
+            decision it can.
         mode: ``greedy``: the likeliest choice, or ``sample``: drawn, by the decision's random key, so the same for the
             same seed.
         digest: of the export.
-        admission: name of a baseline: a request that it would reject is rejected, which the network cannot do, unless a
-            candidate is idle. (If a cold cache makes all requests late, rejecting all would leave it cold.)
+        admission: which requests are rejected, which the network cannot do: an `Admission`, by the instance that was
+            chosen; or those that the baseline of this name would reject, unless a candidate is idle. (If a cold cache
+            makes all requests late, rejecting all would leave it cold.)
 
     Raises:
         ValueError: the mode is not known, or a baseline that is named is not compiled, or an oracle bound.
@@ -141,7 +163,7 @@ class LearnedPolicy(CompiledPolicy):
         fallback: str,
         mode: str = "greedy",
         digest: str = "",
-        admission: str | None = None,
+        admission: str | Admission | None = None,
     ):
         if mode not in MODES:
             raise ValueError(f"mode = {mode!r}: expected one of {', '.join(MODES)}")
@@ -154,26 +176,31 @@ class LearnedPolicy(CompiledPolicy):
             np.ascontiguousarray(low, np.float32),
             np.ascontiguousarray(high, np.float32),
             MODES.index(mode),
+            sum(1 << kind for kind in network.kinds),
             other,
             sum(1 << kind for kind in other.kinds),
         )
         self.fallback = fallback
         self._fallback = other  # must live
-        self._admission = None if admission is None else require_compiled("admission", baselines.load_policy(admission))
+        self.admission = admission
+        named = isinstance(admission, str)
+        self._gate = require_compiled("admission", baselines.load_policy(str(admission))) if named else None
         self._address = self._memory.address
+        own = admission if isinstance(admission, Admission) else None
         self.network = network
         self.mode = mode
         self.digest = digest
 
         def choose(instances: Any, requests: Any, fleets: Any) -> int:
-            gate = self._admission
+            gate = self._gate
             if gate is not None and not _any_idle(instances) and fleets[0].kind in gate.kinds:
                 said = gate.python_choose(instances, requests, fleets)
                 if said == REJECT:
                     return said
-            return decide(self._memory, instances, requests, fleets)
+            slot = decide(self._memory, instances, requests, fleets)
+            return _in_time(slot, instances, requests, fleets, *admission_array(own)) if own else slot
 
-        super().__init__(name, choose, network.kinds)
+        super().__init__(name, choose, tuple(sorted({*network.kinds, *other.kinds})))
 
     @cached_property
     def choose(self) -> Any:
@@ -185,9 +212,18 @@ class LearnedPolicy(CompiledPolicy):
         def choose(instances: Any, requests: Any, fleets: Any) -> int:
             return _call(decider, memory, instances, requests, fleets)
 
-        if self._admission is None:
+        if self.admission is None:
             return numba.cfunc(CHOOSE_SIGNATURE, nogil=True)(choose)
-        gate, kinds = int(self._admission.address), sum(1 << kind for kind in self._admission.kinds)
+        if isinstance(self.admission, Admission):
+            late, cold = float(self.admission.late), float(self.admission.cold)
+
+            def in_time(instances: Any, requests: Any, fleets: Any) -> int:
+                slot = _call(decider, memory, instances, requests, fleets)
+                return _in_time(slot, instances, requests, fleets, late, cold)
+
+            return numba.cfunc(CHOOSE_SIGNATURE, nogil=True)(in_time)
+        assert self._gate is not None
+        gate, kinds = int(self._gate.address), sum(1 << kind for kind in self._gate.kinds)
 
         def admit(instances: Any, requests: Any, fleets: Any) -> int:
             asked = answers(kinds, fleets[0].kind) and not _any_idle(instances)
@@ -203,7 +239,7 @@ class LearnedPolicy(CompiledPolicy):
 
     def decide(self, view: FleetView) -> Decision:
         """Choose for each row of the view."""
-        if self._admission is not None:
+        if self.admission is not None:
             return super().decide(view)
         choice = np.empty(len(view), np.int64)
         decide_rows(self._address, view.instances, view.request, view.fleet, choice)
@@ -217,7 +253,7 @@ class LearnedPolicy(CompiledPolicy):
 
     def explain(self, view: FleetView) -> Explanation:
         """Scores behind the choices; decides and counts nothing."""
-        return self.score(features(view, self.kinds))
+        return self.score(features(view, self.network.kinds))
 
     def score(self, arrays: dict[str, NDArray[np.float32]]) -> Explanation:
         """The same from features (`fleetpilot.fleet.features.features`)."""
@@ -240,6 +276,15 @@ def _idle(instances: Any) -> bool:
 
 
 _any_idle = _idle if UNCOMPILED else numba.njit(nogil=True)(_idle)
+
+
+def _checked(slot: int, instances: Any, requests: Any, fleets: Any, late: float, cold: float) -> int:
+    """`REJECT` where a request that is to be dispatched would be late there."""
+    sent = slot != NONE and fleets[0].kind == KIND_DISPATCH
+    return REJECT if sent and is_late(instances[slot], requests[0], late, cold) else slot
+
+
+_in_time = _checked if UNCOMPILED else numba.njit(nogil=True)(_checked)
 
 
 def _decider() -> Any:
@@ -271,13 +316,13 @@ _call = _caller()
 # --- reading an export -----------------------------------------------------------------------------------------------
 
 
-def load_export(folder: Path, mode: str | None = None, admission: str | None = None) -> LearnedPolicy:
+def load_export(folder: Path, mode: str | None = None, admission: str | Admission | None = OWN) -> LearnedPolicy:
     """The policy of an export.
 
     Args:
         folder: as ``fleetpilot export`` wrote it.
         mode: see `LearnedPolicy`; what the export says by default.
-        admission: see `LearnedPolicy`.
+        admission: see `LearnedPolicy`; what the export says by default.
 
     Raises:
         ValueError: a file is missing, damaged or of another or a newer version; naming it and what was expected.
@@ -290,8 +335,9 @@ def load_export(folder: Path, mode: str | None = None, admission: str | None = N
         if hashlib.sha256(content).hexdigest() != card["files"][name]:
             raise ValueError(f"{folder / name}: damaged or of another export; expected SHA-256 {card['files'][name]}")
     network = _network(folder, card)
+    asked = _own_admission(folder, card) if admission == OWN else admission
     digest = hashlib.sha256((folder / CARD).read_bytes()).hexdigest()[:16]
-    policy = LearnedPolicy(folder.name, network, card["fallback"], mode or card["mode"], digest, admission)
+    policy = LearnedPolicy(folder.name, network, card["fallback"], mode or card["mode"], digest, asked)
     policy.decide(empty_view(1, 1))  # compile now, not at the first request
     policy.reset(1, 0)
     golden = _arrays(folder / GOLDEN, (*ARRAYS, "logits"))
@@ -330,6 +376,7 @@ def read_card(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: {key} = {card.get(key)!r}: expected a JSON {kind.__name__}")
     if set(card["files"]) != {NETWORK, ARRAYS_FILE, GOLDEN}:
         raise ValueError(f"{path}: files = {sorted(card['files'])}: expected {NETWORK}, {ARRAYS_FILE} and {GOLDEN}")
+    _own_admission(folder, card)
     kinds = card["kinds"]
     if not kinds or any(kind not in KINDS for kind in kinds):
         raise ValueError(f"{path}: kinds = {kinds!r}: expected some of {', '.join(KINDS)}")
@@ -337,6 +384,15 @@ def read_card(folder: Path) -> dict[str, Any]:
     if card["features"] != ours:
         raise ValueError(f"{path}: features are not those of this version: {_first_difference(card['features'], ours)}")
     return card
+
+
+def _own_admission(folder: Path, card: dict[str, Any]) -> Admission | None:
+    """What the export says of it."""
+    said = card.get("admission")
+    try:
+        return None if said is None else Admission(**said)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CARD}: admission = {said!r}: {error}") from None
 
 
 def _kinds(card: dict[str, Any]) -> tuple[int, ...]:

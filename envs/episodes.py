@@ -28,13 +28,14 @@ from fleetpilot.envs.capacity import mean_capacity_rps
 from fleetpilot.envs.parameters import MAX_INSTANCES, Parameter, Range, checked_names, checked_type
 from fleetpilot.envs.requests import RequestSource
 from fleetpilot.envs.rewards import RewardWeights
+from fleetpilot.fleet.admission import Admission
 from fleetpilot.fleet.profiles import HardwareProfile, load_profile
 from fleetpilot.workloads.predictors import LogNormalError
 from fleetpilot.workloads.table import RequestTable
 
 _LEAST_POLL_INTERVAL_S = 0.05
 _MOST_POLL_DELAY_S = 1.0
-CHANGES = ("profile", "reward", "max_hold_s", "rebalancing", "scaling", "pools")
+CHANGES = ("profile", "reward", "max_hold_s", "admission", "rebalancing", "scaling", "pools")
 """Attributes that `Scenario.with_changes` takes beside parameters."""
 
 _SIZES = ("fleet_size", "warmup_requests", "scored_requests", "losses")
@@ -129,6 +130,7 @@ class Scenario:
         max_hold_s: a request may be held at the dispatcher for so long.
         warm_up: compiled policy of `fleetpilot.baselines` that decides before the first observation; kinds of decision
             that it does not know are answered with none.
+        admission: which requests are turned away that the agent dispatches; None: none.
         rebalancing: how requests move where someone decides that; None: they never do.
         scaling: how instances are started and drained where someone decides that, but for `ready` and `start_up_s`,
             which are parameters of the episode; None: they never are.
@@ -147,6 +149,7 @@ class Scenario:
     priority_order: bool = False
     max_hold_s: float = 2.0
     warm_up: str = "join-shortest-queue"
+    admission: Admission | None = None
     rebalancing: Rebalancing | None = field(default_factory=Rebalancing)
     scaling: Scaling | None = field(default_factory=Scaling)
     pools: Pools | None = None
@@ -159,6 +162,7 @@ class Scenario:
         for profile in self._profiles:
             checked_type("profile", profile, (str, HardwareProfile), "a HardwareProfile, or the name or file of one")
         checked_type("reward", self.reward, RewardWeights, "RewardWeights")
+        checked_type("admission", self.admission, (Admission, type(None)), "an Admission, or None")
         checked_type("rebalancing", self.rebalancing, (Rebalancing, type(None)), "a Rebalancing, or None")
         checked_type("scaling", self.scaling, (Scaling, type(None)), "a Scaling, or None")
         checked_type("pools", self.pools, (Pools, type(None)), "Pools, or None")

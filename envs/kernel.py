@@ -15,10 +15,11 @@ from fleetpilot.cluster import kernel as cluster
 from fleetpilot.cluster.memory import env_at, view_fleet_at, view_instance_at
 from fleetpilot.cluster.state import ENDED, NEED_DECISION, NIL
 from fleetpilot.envs.rewards import BILLED_S, COMPONENTS, COSTS, MIGRATIONS, billed_s, write_components
+from fleetpilot.fleet.admission import is_late
 from fleetpilot.fleet.features import feature_arrays, write_features
 from fleetpilot.fleet.jit import inlined, kernel, part
 from fleetpilot.fleet.policy import answers, choose_at, knows
-from fleetpilot.fleet.view import KIND_DISPATCH
+from fleetpilot.fleet.view import KIND_DISPATCH, REJECT
 
 EPISODE = np.dtype(
     [
@@ -226,6 +227,7 @@ def step_rows(
     episodes: Any,
     metrics: Any,
     weights: Any,
+    admission: Any,
     kinds: int,
     others: Any,
     other_kinds: int,
@@ -271,6 +273,9 @@ def step_rows(
         env = env_at(s, e)
         action = actions[e]
         choice = NIL if action == none else (action if 0 <= action < none else none)
+        dispatched = env.decision_kind == KIND_DISPATCH and 0 <= choice < none and instances[e, choice].candidate != 0
+        if dispatched and is_late(instances[e, choice], request[e], admission[0], admission[1]):
+            choice = REJECT
         cluster.apply(s, e, choice)
         status = cluster.advance(s, e)
         if status == NEED_DECISION and not _is_for(s, e, kinds):

@@ -65,6 +65,7 @@ class Stepper:
         episodes: (E,) `EPISODE`.
         metrics: (E, METRICS), written in rows whose episode ends.
         weights: of the reward's components.
+        admission: (2,) `fleetpilot.fleet.admission.admission_array`.
         deciders: of `step_rows`: the kinds of decision that are the agent's, the policy that answers the others, and
             the kinds that this one knows.
         threads: at most, this one included: each has a row at least, and `LEAST_US` to do.
@@ -79,6 +80,7 @@ class Stepper:
         episodes: NDArray[np.void],
         metrics: NDArray[np.float64],
         weights: NDArray[np.float64],
+        admission: NDArray[np.float64],
         deciders: tuple[int, Any, int],
         threads: int,
     ):
@@ -88,7 +90,8 @@ class Stepper:
         lead = min(_LEAD_ROWS, rows // 4) if threads > 1 else 0
         edges = [0, *(lead + (rows - lead) * part // threads for part in range(1, threads + 1))]
         parts = [
-            _Part(edges[k], edges[k + 1], cluster, (episodes, metrics, weights, *deciders)) for k in range(threads)
+            _Part(edges[k], edges[k + 1], cluster, (episodes, metrics, weights, admission, *deciders))
+            for k in range(threads)
         ]
         self.threads = threads
         self._own = parts[0]

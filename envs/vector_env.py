@@ -26,6 +26,7 @@ from fleetpilot.envs.rendering import RENDER_MODES, render_row
 from fleetpilot.envs.rewards import COMPONENTS
 from fleetpilot.envs.scenarios import load_scenario
 from fleetpilot.envs.threads import Stepper
+from fleetpilot.fleet.admission import admission_array
 from fleetpilot.fleet.features import KINDS, Feature, feature_arrays, feature_scratch, features, features_for
 from fleetpilot.fleet.jit import UNCOMPILED
 from fleetpilot.fleet.policy import CompiledPolicy, require_compiled
@@ -148,7 +149,7 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
             ``destination``, ``scale``. With pools, dispatch stands for prefill and decode.
         others: a baseline without state (`fleetpilot.baselines`), or the folder of an exported policy, that answers
             what it can of the other kinds. What nobody answers is not asked.
-        **changes: of the scenario: parameters as a number or a range, `profile`, `reward`, `max_hold_s`,
+        **changes: of the scenario: parameters as a number or a range, `profile`, `reward`, `max_hold_s`, `admission`,
             `rebalancing`, `scaling`, `pools` (`Scenario.with_changes`).
     """
 
@@ -220,7 +221,10 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         self._metrics = np.zeros((num_envs, len(METRICS)))
         weights = self.scenario.reward.array()
         self._outputs = outputs(num_envs, instances, self._kinds)
-        self._stepper = Stepper(self._cluster, self._episodes, self._metrics, weights, self._deciders, threads)
+        admission = admission_array(self.scenario.admission)
+        self._stepper = Stepper(
+            self._cluster, self._episodes, self._metrics, weights, admission, self._deciders, threads
+        )
         self.threads = self._stepper.threads
 
     # --- Gymnasium ---------------------------------------------------------------------------------------------------

@@ -16,12 +16,19 @@ from typing import Any
 from fleetpilot.baselines import load_policy
 from fleetpilot.cluster.config import Rebalancing, Scaling
 from fleetpilot.envs import ENVIRONMENTS, FleetVectorEnv, RewardWeights, load_scenario
+from fleetpilot.fleet.admission import Admission
 from fleetpilot.fleet.policy import require_compiled
 
 Changes = Mapping[str, Any]
-"""Of a scenario: numbers or ranges of its parameters, and tables ``reward``, ``rebalancing`` and ``scaling``."""
+"""Of a scenario: numbers or ranges of its parameters, and tables ``reward``, ``admission``, ``rebalancing`` and
+``scaling``."""
 
-_TABLES: dict[str, Any] = {"reward": RewardWeights, "rebalancing": Rebalancing, "scaling": Scaling}
+_TABLES: dict[str, Any] = {
+    "reward": RewardWeights,
+    "admission": Admission,
+    "rebalancing": Rebalancing,
+    "scaling": Scaling,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +181,11 @@ class TrainConfig:
                     load_scenario(name).with_changes(**changes)
                 except (ValueError, TypeError) as error:
                     raise ValueError(f"scenarios: {name}: {error}") from None
+
+    def admission(self) -> Admission | None:
+        """What is turned away in all scenarios."""
+        given = self.changes.get("admission")
+        return None if given is None else Admission(**given)
 
     def environments(self, stage: int = -1) -> dict[str, dict[str, Any]]:
         """Scenario -> arguments of its environments, in a stage of the curriculum; the last one by default."""

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fleetpilot.agents.export import export_policy
 from fleetpilot.agents.sb3_policy import SetPolicy
 from fleetpilot.baselines import load_policy
 from fleetpilot.envs import ENVIRONMENTS
+from fleetpilot.fleet.admission import Admission
 from fleetpilot.fleet.features import KINDS
 from fleetpilot.fleet.policy import CompiledPolicy, kinds_of
 from fleetpilot.fleet.view import KIND_DECODE, KIND_DISPATCH, KIND_PREFILL
@@ -100,21 +102,40 @@ def kinds_of_config(config: TrainConfig) -> tuple[int, ...]:
     return tuple(kind for kind, name in enumerate(KINDS) if name in names)
 
 
-def export_run(folder: Path, out: Path | None = None, mode: str | None = None, fallback: str | None = None) -> Path:
+def export_run(
+    folder: Path,
+    out: Path | None = None,
+    mode: str | None = None,
+    fallback: str | None = None,
+    late: float | None = None,
+) -> Path:
     """Export the best policy of a run, its configuration and its curve.
 
+    Args:
+        folder: of the run.
+        out: folder of the export, ``export`` in that of the run by default.
+        mode: see `export_policy`; as all others the run's by default.
+        fallback: likewise.
+        late: of its `Admission`.
+
     Raises:
-        ValueError: it is no run's folder, or there is no model yet.
+        ValueError: it is no run's folder, there is no model yet, or an argument is wrong.
     """
     config = run_config(folder)
     model = folder / "best_model.zip"
     if not model.is_file():
         raise ValueError(f"{model}: no such file; expected a run that was validated once at least")
-    return _export(FleetPPO.load(model, device="cpu"), config, folder, out or folder / EXPORT, mode, fallback)
+    return _export(FleetPPO.load(model, device="cpu"), config, folder, out or folder / EXPORT, mode, fallback, late)
 
 
 def _export(
-    model: Any, config: TrainConfig, folder: Path, out: Path, mode: str | None = None, fallback: str | None = None
+    model: Any,
+    config: TrainConfig,
+    folder: Path,
+    out: Path,
+    mode: str | None = None,
+    fallback: str | None = None,
+    late: float | None = None,
 ) -> Path:
     from fleetpilot.evaluation.provenance import provenance
 
@@ -124,6 +145,7 @@ def _export(
         out,
         fallback=fallback or config.fallback,
         mode=mode or config.mode,
+        admission=config.admission() if late is None else replace(config.admission() or Admission(), late=late),
         provenance={
             **provenance(),
             "config": config.name,

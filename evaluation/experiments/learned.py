@@ -228,8 +228,8 @@ def run(
         size: how much to run.
 
     Returns:
-        The room; then for each policy all cells together, each cell against the best baseline of each group, and fleets
-        of other sizes.
+        The room; what all miss, cell by cell; then for each policy all cells together, each cell against the best
+        baseline of each group, and fleets of other sizes.
     """
     chosen = [name for name in names() if size.cells is None or name in size.cells]
     misses: dict[str, dict[str, float]] = {}
@@ -257,7 +257,7 @@ def run(
     usual = [name for name in chosen if cell_name(name, plan()["sizes"]["load"]) in misses]
     sizes = _of_other_sizes(usual, policies, groups, out, workers, size)
     answers = [table for policy in policies for table in _answers(policy, groups, found, sizes)]
-    return [_room(misses, groups), *answers]
+    return [_room(misses, groups), _overview(policies, groups, found), *answers]
 
 
 def _best(misses: dict[str, dict[str, float]], others: set[str]) -> Opponents:
@@ -331,6 +331,26 @@ def _room(misses: dict[str, dict[str, float]], groups: dict[str, Opponents]) -> 
     named = [text for title in groups for text in (f"best of {title}", "misses %")]
     header = ["cell", *named, *known, "room"]
     return Table("Room", header, [[Text(text) for text in row] for row in rows], note)
+
+
+def _overview(policies: Sequence[str], groups: dict[str, Opponents], found: Sequence[Cell]) -> Table:
+    """What the policies and their opponents miss in each cell, on the test windows."""
+    rows = []
+    for cell in found:
+        least = min(missed(result.pooled) for result in cell.test.values())
+        row = [Text(cell.name)]
+        for title in groups:
+            opponent = cell.opponents[title]
+            value = missed(cell.test[opponent].pooled)
+            row += [Text(opponent), Text(number(value), best=value == least)]
+        values = [missed(cell.test[policy].pooled) for policy in policies]
+        rows.append([*row, *(Text(number(value), best=value == least) for value in values)])
+    header = ["cell", *(text for title in groups for text in (f"best of {title}", "misses %"))]
+    note = (
+        "Requests that missed a target, in %, on the test windows; opponents as the validation windows chose them. "
+        "What misses least is marked; whether it is more than chance say the tables that follow."
+    )
+    return Table("What is missed", [*header, *(f"{policy} %" for policy in policies)], rows, note)
 
 
 def _answers(policy: str, groups: dict[str, Opponents], found: Sequence[Cell], sizes: Sequence[Cell]) -> list[Table]:

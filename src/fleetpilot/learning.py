@@ -183,13 +183,16 @@ def _add_export(command: Callable[..., Any], commands: Any) -> None:
     parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, help="folder of the export (default RUN/export)")
     parser.add_argument("--mode", choices=("greedy", "sample"), help="how it chooses (default: as it was validated)")
     parser.add_argument("--fallback", metavar="NAME", help="baseline that decides where the policy is not at home")
+    parser.add_argument(
+        "--late", metavar="X", type=float, help="reject what would be later than X times its target (docs/training.md)"
+    )
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from fleetpilot.agents import load_export
     from fleetpilot.training.train import export_run
 
-    folder = export_run(arguments.folder, arguments.out, arguments.mode, arguments.fallback)
+    folder = export_run(arguments.folder, arguments.out, arguments.mode, arguments.fallback, arguments.late)
     load_export(folder)
     print(folder)
     return 0

@@ -29,10 +29,12 @@ from fleetpilot.cluster.state import REJECTED
 from fleetpilot.envs import FleetVectorEnv
 from fleetpilot.evaluation import Scenario, evaluate
 from fleetpilot.evaluation.experiments.learned import Size, cells
+from fleetpilot.fleet.admission import Admission
 from fleetpilot.fleet.features import INSTANCE_FEATURES
 from fleetpilot.fleet.jit import UNCOMPILED
+from fleetpilot.fleet.latency import memory_wait_s, prefill_backlog_s, prefill_s, ttft_s
 from fleetpilot.fleet.profiles import load_profile
-from fleetpilot.fleet.view import NONE, REJECT, FleetView
+from fleetpilot.fleet.view import KIND_SCALE, NONE, REJECT, FleetView
 from fleetpilot.workloads import workload
 
 VIEWS = 640 if UNCOMPILED else 10_240
@@ -268,9 +270,10 @@ def test_what_the_admission_rejects_is_rejected_unless_an_instance_is_idle() -> 
     assert turned_away > 0
 
 
-def test_with_an_admission_the_simulator_decides_as_outside() -> None:
+@pytest.mark.parametrize("admission", ["mooncake", Admission()])
+def test_with_an_admission_the_simulator_decides_as_outside(admission: str | Admission) -> None:
     network = network_of(some_scorer(), (0,))
-    admitting = LearnedPolicy("p", network, "lmetric", admission="mooncake")
+    admitting = LearnedPolicy("p", network, "lmetric", admission=admission)
     (cell,) = cells("bursty", "development", Size(windows=1, share=0.05, loads=(1.05,)))
 
     class Outside:
@@ -279,6 +282,62 @@ def test_with_an_admission_the_simulator_decides_as_outside() -> None:
     inside = simulate(cell.segments[0], cell.fleet, admitting).requests
     assert inside.tobytes() == simulate(cell.segments[0], cell.fleet, Outside()).requests.tobytes()
     assert 0 < np.sum(inside["status"] == REJECTED) < len(inside)
+
+
+def test_an_admission_of_its_own_rejects_what_would_be_late_where_it_would_go() -> None:
+    network, own = network_of(some_scorer(), (0,)), Admission(late=0.8, cold=3.0)
+    plain, admitting = LearnedPolicy("p", network, "lmetric"), LearnedPolicy("q", network, "lmetric", admission=own)
+    envs = FleetVectorEnv(32, scenario="bursty", instances=3, load=1.5, scored_requests=40, warmup_requests=40)
+    envs.reset(seed=1)
+    counts = np.zeros(3)
+    for _ in range(60):
+        placed = plain.decide(envs.view).choice
+        i, r = envs.view.instances[np.arange(32), placed], envs.view.request
+        target_s, sent = r["ttft_target_s"], placed != NONE
+        queue_s, alone_s, first_s = np.array([_times_s(*pair) for pair in zip(i, r, strict=True)]).T
+        late, long = r["waited_s"] + first_s > 0.8 * target_s, r["waited_s"] + alone_s > 0.8 * target_s
+        hopeless = r["waited_s"] + alone_s > 3.0 * target_s
+        rejected = sent & late & (~long | hopeless | (queue_s > 0.0))
+        np.testing.assert_array_equal(admitting.decide(envs.view).choice, np.where(rejected, REJECT, placed))
+        counts += [(rejected & ~long).sum(), (rejected & long).sum(), (sent & late & ~rejected).sum()]
+        envs.step(np.where(placed == NONE, 3, placed))
+    assert np.all(counts > 0), "late by the queue, late by itself behind others, late by itself alone"
+
+
+def _times_s(instance: Any, request: Any) -> tuple[float, float, float]:
+    queue_s = prefill_backlog_s(instance) + memory_wait_s(instance, request)
+    return queue_s, prefill_s(instance, request), ttft_s(instance, request)
+
+
+def test_an_export_says_what_it_turns_away_and_its_name_can_say_otherwise(tmp_path: Path) -> None:
+    export_policy(
+        some_scorer(),
+        (0,),
+        tmp_path,
+        fallback="lmetric",
+        mode="greedy",
+        provenance={},
+        admission=Admission(late=1.25, cold=0.5),
+    )
+    asked = {
+        "": Admission(1.25, 0.5),
+        "?admission=none": None,
+        "?late=2": Admission(2.0, 0.5),
+        "?cold=0": Admission(1.25, 0.0),
+    }
+    for name, admission in asked.items():
+        assert load_policy(f"{tmp_path}{name}").admission == admission  # type: ignore[attr-defined]
+    for name, message in {
+        "?late=x": "numbers",
+        "?late=-1": "late = -1",
+        "?late=1&admission=mooncake": "one of both",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load_policy(f"{tmp_path}{name}")
+    card = json.loads((tmp_path / "policy.json").read_text())
+    (tmp_path / "policy.json").write_text(json.dumps({**card, "admission": {"late": -1}}))
+    with pytest.raises(ValueError, match=r"admission.*late = -1"):
+        load_policy(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -294,6 +353,20 @@ def test_an_admission_that_cannot_be_is_refused(admission: str, message: str, ex
 def test_parameters_that_an_export_does_not_have_are_refused(name: str, exported: Path) -> None:
     with pytest.raises(ValueError, match="mode"):
         load_policy(f"{exported}{name}")
+
+
+def test_what_the_network_does_not_answer_its_fallback_does() -> None:
+    network = network_of(some_scorer((KIND_SCALE,)), (KIND_SCALE,))
+    policy, other = LearnedPolicy("p", network, "llumnix"), load_policy("llumnix")
+    assert set(policy.kinds) == set(other.kinds) | {KIND_SCALE}
+    envs = FleetVectorEnv(16, scenario="tides", instances=4, kinds=("dispatch", "source", "destination", "scale"))
+    observations, _ = envs.reset(seed=1)
+    for _ in range(200):
+        learned = observations["kind"][:, KIND_SCALE] > 0
+        choice = policy.decide(envs.view).choice
+        np.testing.assert_array_equal(choice[~learned], other.decide(envs.view).choice[~learned])
+        observations, *_ = envs.step(np.where(choice == NONE, 4, choice))
+    assert policy.counts["decisions"] > 0
 
 
 def test_an_untrained_network_is_not_exported(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from subprocesses import printed_compiled_and_uncompiled
 from fleetpilot.envs import SCENARIOS, FleetEnv, FleetVectorEnv
 from fleetpilot.envs.kernel import METRICS
 from fleetpilot.envs.testing import check_vector_env
+from fleetpilot.fleet.admission import Admission
 from fleetpilot.fleet.features import features
 
 ID = "fleetpilot.envs:fleetpilot/Dispatch-v0"
@@ -388,3 +389,33 @@ def test_a_video_can_be_recorded(tmp_path: Any) -> None:
         env.step(np.int64(step % 4))
     env.close()
     assert [path.suffix for path in tmp_path.iterdir()] == [".mp4"]
+
+
+def test_with_an_admission_nothing_is_added_to_a_queue_that_makes_it_late() -> None:
+    waiting: dict[bool, float] = {}
+    misses: dict[bool, float] = {}
+    for admits in (False, True):
+        envs = FleetVectorEnv(
+            16,
+            scenario="bursty",
+            load=1.2,
+            admission=Admission(late=0.0, cold=0.0) if admits else None,
+            autoreset_mode=AutoresetMode.NEXT_STEP,
+            **SMALL,
+        )
+        envs.reset(seed=3)
+        most, ended, missed = 0.0, np.zeros(16, np.bool_), 0.0
+        for _ in range(500):
+            before = envs.view.instances["unstarted"].copy()
+            *_, terminated, _, infos = envs.step(np.zeros(16, np.int64))
+            grown = (envs.view.instances["unstarted"] > np.maximum(before, 1)) & ~ended[:, None]
+            most = max(most, float(grown.sum()))
+            first = terminated & ~ended
+            missed += float(infos["episode_metrics"]["misses"][first].sum()) if first.any() else 0.0
+            ended |= terminated
+            if ended.all():
+                break
+        waiting[admits], misses[admits] = most, missed
+    assert waiting[False] > 0
+    assert waiting[True] == 0
+    assert misses[True] > 0

@@ -10,7 +10,9 @@ pytest.importorskip("torch")
 pytest.importorskip("stable_baselines3")
 pytest.importorskip("onnxscript")
 
+from fleetpilot.agents import load_policy
 from fleetpilot.cli import main
+from fleetpilot.fleet.admission import Admission
 
 CONFIG = """
 environment = "fleetpilot/Fleet-v0"
@@ -26,6 +28,7 @@ scored_requests = 30
 warmup_requests = 10
 rebalancing = { protocol = "vllm" }
 reward = { instance_cost = 0.02 }
+admission = { late = 1.5 }
 
 [scenarios.tides]
 fleet_size = [2, 4]
@@ -56,7 +59,9 @@ def test_a_policy_for_all_kinds_of_decision_is_trained_exported_used_and_explain
     assert "512 decisions: cost" in shown
     assert "seed = 3" in (folder / "Fleet-v0" / "config.toml").read_text()
     policy = tmp_path / "policy"
-    assert main(["export", str(folder), "-o", str(policy), "--mode", "sample"]) == 0
+    assert load_policy(str(folder / "export")).admission == Admission(late=1.5)  # type: ignore[attr-defined]
+    assert main(["export", str(folder), "-o", str(policy), "--mode", "sample", "--late", "0.8"]) == 0
+    assert load_policy(str(policy)).admission == Admission(late=0.8)  # type: ignore[attr-defined]
     workload = ["--workload", "poisson?rate=4&n=200", "--instances", "3", "--rebalance-s", "1", "--ready", "2"]
     assert main(["simulate", "--policy", f"{policy}?mode=greedy", *workload]) == 0
     assert "goodput" in capsys.readouterr().out

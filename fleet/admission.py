@@ -1,0 +1,54 @@
+"""Early rejection: a request that would be late where it is sent is turned away.
+
+Predictions are those of the profile's constants (`fleetpilot.fleet.latency`). What would be late on an empty instance
+too, by its own prefill, is served where nobody waits, if it is not hopeless: whoever turns away all prompts that no
+cache holds never has one in a cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetpilot.fleet.jit import kernel
+from fleetpilot.fleet.latency import memory_wait_s, prefill_backlog_s, prefill_s, ttft_s
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What is turned away.
+
+    Attributes:
+        late: a request whose predicted time to first token is more than this times its target,
+        cold: but for one that its own prefill makes late, up to this times the target, where nobody waits.
+    """
+
+    late: float = 1.0
+    cold: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            if not number or not 0 <= value < math.inf:
+                raise ValueError(f"admission {name} = {value!r}: expected a finite number >= 0")
+
+
+def admission_array(admission: Admission | None) -> NDArray[np.float64]:
+    """(2,) for `is_late`; None turns nothing away."""
+    return np.array([math.inf, math.inf] if admission is None else [admission.late, admission.cold], np.float64)
+
+
+@kernel
+def is_late(instance: Any, request: Any, late: float, cold: float) -> bool:
+    """Whether the request is turned away that would go to the instance: see `Admission`."""
+    limit_s = late * request.ttft_target_s
+    if not request.waited_s + ttft_s(instance, request) > limit_s:
+        return False
+    alone_s = request.waited_s + prefill_s(instance, request)
+    if alone_s <= limit_s or alone_s > cold * request.ttft_target_s:
+        return True
+    return bool(prefill_backlog_s(instance) + memory_wait_s(instance, request) > 0.0)
