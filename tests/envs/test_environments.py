@@ -236,7 +236,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"scenario": -1}, "scenario = -1: expected the name of a scenario, or a Scenario"),
+        ({"scenario": -1}, "scenario = -1: expected the name of a scenario, a trace file, or a Scenario"),
         ({"scenario": None}, "scenario = None: expected the name"),
         ({"scenario": []}, r"scenario = \[\]: expected the name"),
         ({"profile": 3}, "profile = 3: expected a HardwareProfile, or the name or file of one"),
