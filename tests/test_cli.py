@@ -20,6 +20,7 @@ from fleetpilot.baselines import BASELINES
 from fleetpilot.cli import _parser, main
 from fleetpilot.cluster import FleetConfig
 from fleetpilot.evaluation import Interrupted, Scenario, capacity_rps, evaluate, run_one, runner, runs
+from fleetpilot.evaluation.tuned import OURS, read_tuned
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.workloads import workload as make_workload
 
@@ -311,7 +312,7 @@ def test_examples_in_help_are_understood(command: list[str], capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/cli.md", "docs/evaluation.md", "docs/emulator.md", "docs/training.md"]
+    "page", ["README.md", "docs/cli.md", "docs/evaluation.md", "docs/emulator.md", "docs/training.md", "docs/tuning.md"]
 )
 def test_commands_in_the_documentation_are_understood(page: str) -> None:
     text = (Path(__file__).parent.parent / page).read_text(encoding="utf-8")
@@ -448,6 +449,16 @@ def test_parameters_are_tuned_on_some_windows_and_scored_on_others(
     runs = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "runs").glob("*.json")]
     assert sorted(each["config"]["policy"] for each in runs) == sorted([chosen, "lmetric"])
     assert {each["workload"][-6:] for each in runs} == {" [2/2]"}
+
+
+def test_tuned_without_a_file_takes_the_parameters_that_come_with_fleetpilot(tmp_path: Path) -> None:
+    common = ["--policies", "calibrated,lmetric", "--workload", SMALL, "--segments", "2", "--instances", "2"]
+    command = ["evaluate", *common, "--tuned", "--family", "azure-conv", "--seeds", "1", "--workers", "1"]
+    assert run(*command, "-o", str(tmp_path)) == 0
+    runs = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*.json")]
+    chosen = read_tuned(OURS)["azure-conv"]["calibrated"]["chosen"]
+    assert chosen != "calibrated"
+    assert {each["config"]["policy"] for each in runs} == {chosen, "lmetric"}
 
 
 def test_the_motivation_of_llumnix_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fleetpilot.baselines import load_policy, policy_ranges
+from fleetpilot.baselines import load_policy
 from fleetpilot.evaluation.comparison import interval_text
 from fleetpilot.evaluation.experiments import calibrate_then_route as router
 from fleetpilot.evaluation.experiments import learned
@@ -56,16 +56,17 @@ Gains = dict[str, dict[str, Gain]]
 def search(out: Path, workers: int | None) -> None:
     """Tune all on every workload, and two for calibrate-then-route, into evaluation/tuned.json."""
     of = learned.plan()["tuning"]
-    policies = [name for name in learned.field() if policy_ranges(name)]
-    compiled = [name for name in policies if isinstance(load_policy(name), CompiledPolicy)]
-    in_python = [name for name in policies if name not in compiled]
+    compiled = [name for name in learned.tunable() if isinstance(load_policy(name), CompiledPolicy)]
+    in_python = [name for name in learned.tunable() if name not in compiled]
     ours = router.tuning_scenarios()
     tune(ours, router.TUNABLE, out, family=router.FAMILY, trials=of["trials"], workers=workers, command=COMMAND)
     for group, trials in ((compiled, of["trials"]), (in_python, of["trials_in_python"])):
         for name in learned.names():
             print(name, *group, flush=True)
             tune(learned.development(name), group, out, family=name, trials=trials, workers=workers, command=COMMAND)
-    families = {name: read_tuned(out / "tuned.json")[name] for name in (*learned.names(), router.FAMILY)}
+    found = read_tuned(out / "tuned.json")
+    families = {name: {policy: found[name][policy] for policy in learned.tunable()} for name in learned.names()}
+    families[router.FAMILY] = {policy: found[router.FAMILY][policy] for policy in router.TUNABLE}
     OURS.write_text(to_json({"format": FORMAT, "families": families}) + "\n")
 
 
@@ -140,22 +141,20 @@ Every dispatch policy with something to tune had the same budget on each workloa
 windows at loads of {loads}, seed 0 ([how](evaluation.md#parameters)). One with two parameters has as many trials as
 one with eight; `preble` and `polyserve`, which are plain Python, have {trials_in_python}. Goodput is the mean over
 loads and windows, in %. The {count} validation windows were not looked at by the search; intervals are of 95 % over
-them. The parameters, with command, commit, seed and windows, are in `evaluation/tuned.json`. As opponents, `fleetpilot
+them. `evaluation/tuned.json` has the parameters, with command, commit, seed and windows. As opponents, `fleetpilot
 evaluate --experiment learned` takes the better of default and tuned, by the validation windows.
 
 To evaluate policies with these parameters, name no file behind `--tuned`:
 
 ```
-fleetpilot evaluate --tuned --family azure-conv --workload twin/azure-conv --instances 8 --load 0.95 \\
-  --policies calibrated,dynamo-kv,lmetric
+fleetpilot evaluate --tuned --family azure-conv --workload twin/azure-conv --drop-over-length --load 0.95
 ```
 
 For a workload of your own, tune on every other window of it and compare on the rest:
 
 ```
 fleetpilot tune --family mine --policies calibrated,dynamo-kv --workload trace.csv --load 0.8,0.95
-fleetpilot evaluate --tuned runs/tuning/tuned.json --family mine --windows test --workload trace.csv --load 0.8,0.95 \\
-  --policies calibrated,dynamo-kv,lmetric
+fleetpilot evaluate --tuned runs/tuning/tuned.json --family mine --windows test --workload trace.csv --load 0.8,0.95
 ```
 """
 

@@ -87,6 +87,15 @@ def field() -> list[str]:
     return [name for name, make in baselines.BASELINES.items() if only_places(make())]
 
 
+def tunable() -> list[str]:
+    """Of the field, those that have parameters of placing to look for."""
+    return [
+        name
+        for name in field()
+        if any(allowed.kind == KIND_DISPATCH for allowed in baselines.policy_ranges(name).values())
+    ]
+
+
 def variants(name: str) -> list[str]:
     """The field, with default parameters and with those tuned for a workload."""
     return [*dict.fromkeys([*field(), *tuned_names(OURS, name, field())])]

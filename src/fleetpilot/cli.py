@@ -714,7 +714,7 @@ def _add_evaluate(commands: Any) -> None:
         "examples:\n"
         "  fleetpilot evaluate --policies all --workload trace.csv --drop-over-length --load 0.8,0.95 --segments 10\n"
         "  fleetpilot evaluate --policies round-robin,lmetric --workload 'twin/azure-conv' --instances 12 -o runs/two\n"
-        "  fleetpilot evaluate --tuned --family azure-conv --workload twin/azure-conv --load 0.95 --instances 8\n"
+        "  fleetpilot evaluate --tuned --family azure-conv --workload twin/azure-conv --drop-over-length --load 0.95\n"
         "  fleetpilot evaluate --experiment llumnix-motivation\n",
     )
     parser.add_argument(
