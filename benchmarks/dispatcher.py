@@ -64,6 +64,7 @@ def proxies(folder: Path) -> list[Proxy]:
     return [
         *OTHERS,
         Proxy("fleetpilot, JSQ", "fleetpilot", fleetpilot(jsq)),
+        Proxy("fleetpilot, JSQ, two workers", "fleetpilot", fleetpilot(jsq, "--workers", "2")),
         Proxy("fleetpilot, JSQ, streams passed on", "fleetpilot", fleetpilot(jsq, "--no-migration", "--no-failover")),
         Proxy("fleetpilot, llumnix", "fleetpilot", fleetpilot("llumnix")),
         Proxy("fleetpilot, learned", "fleetpilot", fleetpilot(learned(folder / "learned"))),
@@ -265,7 +266,7 @@ def report(medians: dict[str, Found]) -> None:
     )
     ours = medians.get("fleetpilot, JSQ")
     for name, found in medians.items():
-        if ours is not None and not name.startswith("fleetpilot"):
+        if ours is not None and (name.endswith("two workers") or not name.startswith("fleetpilot")):
             print(f"CPU per request, JSQ to {name}: {ours.cpu_per_request_s / found.cpu_per_request_s:.2f}")
 
 

@@ -109,7 +109,7 @@ async def replay(
     await asyncio.gather(*(engine.idle() for engine in engines))
     dispatcher = Dispatcher(config, policy)
     # What it would have learned by now from the answers before.
-    dispatcher._mean_output_tokens = float(table.output_tokens.mean())
+    dispatcher.fleet.board.mean_output_tokens[0] = table.output_tokens.mean()
     await dispatcher.start()
     try:
         await dispatcher.ready(len(engines), _READY_S)

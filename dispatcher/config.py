@@ -42,6 +42,7 @@ class ServeConfig:
         slo: class of targets that policies are told all requests have: `chat`, `tight`, `loose` or `length-scaled`.
         host: address to listen on.
         port: to listen on; 0 takes a free one.
+        workers: processes that serve clients, with one ledger; more than one need Linux and a policy that is compiled.
         api_keys: a client must present one of them; none: no key is asked for.
         engine_api_key: presented to the engines instead of the client's.
         tls_cert: PEM file of the server's certificate; empty: plain HTTP.
@@ -105,6 +106,7 @@ class ServeConfig:
     slo: str = "chat"
     host: str = "127.0.0.1"
     port: int = 8000
+    workers: int = 1
     api_keys: tuple[str, ...] = ()
     engine_api_key: str = ""
     tls_cert: str = ""
@@ -169,6 +171,7 @@ class ServeConfig:
             ("explore", 0.0, 1.0),
             ("emulate", 0, 1_024),
             ("port", 0, 65_535),
+            ("workers", 1, 64),
             ("max_migrations", 1, 10_000),
             ("max_stages", 1, 100),
             ("last_stage_tokens", 1, 1_000_000),

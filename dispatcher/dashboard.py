@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fleetpilot.baselines import policy_rows
-from fleetpilot.dispatcher.decisions import Decided, said
+from fleetpilot.dispatcher.decisions import RECENT, Decided, said
 from fleetpilot.fleet.features import KINDS
 from fleetpilot.fleet.view import INSTANCE_VIEW
 
 if TYPE_CHECKING:
     from fleetpilot.dispatcher.migration import Migration
+    from fleetpilot.dispatcher.policy_host import PolicyHost
     from fleetpilot.dispatcher.service import Dispatcher
+    from fleetpilot.dispatcher.tally import Tally
 
 HEADERS = [
     (
@@ -54,14 +56,17 @@ def _rule(policy: str) -> tuple[str, tuple[str, ...]]:
     return "", _READ_BY_OTHERS
 
 
-def state(dispatcher: Dispatcher) -> dict[str, Any]:
-    """What the page shows."""
-    fleet, host, config = dispatcher.fleet, dispatcher.fleet.host, dispatcher.config
+def watch(host: PolicyHost) -> None:
+    """Somebody looks."""
     now_s = time.monotonic()
     if now_s >= host.watched_until_s:
         host.recent.clear()
     host.watched_until_s = now_s + _WATCHED_S
-    shadow = dispatcher.log.shadow if dispatcher.log is not None else None
+
+
+def state(dispatcher: Dispatcher, tally: Tally) -> dict[str, Any]:
+    """What the page shows: of the fleet, and what all processes counted."""
+    fleet, host, shadow = dispatcher.fleet, dispatcher.fleet.host, dispatcher.shadow
     return {
         "policy": {
             "name": host.policy.name,
@@ -72,14 +77,14 @@ def state(dispatcher: Dispatcher) -> dict[str, Any]:
         "dry_run": host.dry_run,
         "explore": host.explore,
         "shadow": None if shadow is None else {"name": shadow.policy.name, "counts": dict(shadow.counts)},
-        "log": None if dispatcher.log is None or not config.decision_log else dict(dispatcher.log.counts),
+        "log": None if dispatcher.log is None or not dispatcher.config.decision_log else tally.records,
         "held": fleet.held,
-        "outcomes": dict(dispatcher.outcomes),
-        "events": dict(dispatcher.counts),
-        "fallbacks": host.fallback_counts,
+        "outcomes": tally.outcomes,
+        "events": tally.events,
+        "fallbacks": tally.fallbacks,
         "instances": [_instance(dispatcher, slot) for slot in range(len(fleet.engines))],
-        "migrations": [_migration(of) for of in (*dispatcher.migrations, *reversed(dispatcher.moved))],
-        "decisions": [_decision(of) for of in reversed(host.recent)],
+        "migrations": tally.migrations,
+        "decisions": [_decision(of) for of in reversed(tally.recent[-RECENT:])],
     }
 
 
@@ -96,7 +101,8 @@ def _instance(dispatcher: Dispatcher, slot: int) -> dict[str, Any]:
     }
 
 
-def _migration(of: Migration) -> dict[str, Any]:
+def migration(of: Migration) -> dict[str, Any]:
+    """As the page has it."""
     return of.fields() | {"downtime_s": of.resumed_s - of.stopped_s if of.resumed_s else None}
 
 

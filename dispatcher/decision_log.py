@@ -14,6 +14,7 @@ import queue
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
@@ -36,7 +37,37 @@ _LONGEST_CLOSE_S = 10.0
 DECISION, OUTCOME, MIGRATION = "decision", "outcome", "migration"
 
 
-class DecisionLog:
+class Records(ABC):
+    """Where decisions, and what became of them, are told.
+
+    Attributes:
+        counts: records, by what became of them.
+    """
+
+    counts: Counter[str]
+
+    def decision(self, decided: Decided) -> None:
+        """A decision was made."""
+        self.put(DECISION, time.time(), decided)
+
+    def outcome(self, **fields: Any) -> None:
+        """A request has ended."""
+        self.put(OUTCOME, time.time(), fields)
+
+    def migration(self, **fields: Any) -> None:
+        """A migration has ended, or the request goes on at its destination."""
+        self.put(MIGRATION, time.time(), fields)
+
+    @abstractmethod
+    def put(self, record: str, unix_s: float, content: Decided | dict[str, Any]) -> None:
+        """A record of that time."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """No more come."""
+
+
+class DecisionLog(Records):
     """A file of JSON lines, written by a thread of its own: whoever logs waits neither for the disk nor for the shadow.
 
     Args:
@@ -64,23 +95,12 @@ class DecisionLog:
         self._thread = threading.Thread(target=self._write_all, name="decision log", daemon=True)
         self._thread.start()
 
-    def decision(self, decided: Decided) -> None:
-        """A decision was made."""
-        self._put(DECISION, decided)
-
-    def outcome(self, **fields: Any) -> None:
-        """A request has ended."""
-        self._put(OUTCOME, fields)
-
-    def migration(self, **fields: Any) -> None:
-        """A migration has ended, or the request goes on at its destination."""
-        self._put(MIGRATION, fields)
-
-    def _put(self, record: str, content: Decided | dict[str, Any]) -> None:
+    def put(self, record: str, unix_s: float, content: Decided | dict[str, Any]) -> None:
+        """Dropped where too many wait."""
         if self._waiting.qsize() >= _MOST_WAITING:
             self.counts["dropped"] += 1
         else:
-            self._waiting.put((record, time.time(), content))
+            self._waiting.put((record, unix_s, content))
 
     def close(self) -> None:
         """Write what waits, and end; a disk or a shadow that hangs is not waited for."""

@@ -14,6 +14,8 @@ from fleetpilot.fleet.view import FLEET_VIEW, INSTANCE_VIEW, KIND_DISPATCH, NONE
 BY_POLICY, BY_FALLBACK, BY_EXPLORATION, BY_DRY_RUN = "policy", "fallback", "exploration", "dry run"
 """Who decided; in a dry run nothing that the policy prefers is carried out."""
 REJECTED = "reject"
+RECENT = 30
+"""Decisions that are kept for who looks."""
 
 
 @dataclass(frozen=True)

@@ -67,10 +67,8 @@ class Engine:
         watcher: the task that polls it.
         capabilities: None until it has been asked.
         failures: calls in a row that it failed (`Breaker`).
-        busy_until_s: it said that it is overloaded until then (monotonic clock).
-        open_until_s: it gets no requests until then after failures in a row.
         leaving: it drains for good.
-        last_token_s: when it last sent anything on a request (monotonic clock).
+        idle_s: when it last had no requests, as far as was looked (monotonic clock).
     """
 
     def __init__(self, slot: int, url: str):
@@ -82,19 +80,13 @@ class Engine:
         self.watcher: asyncio.Task[None] | None = None
         self.capabilities: Capabilities | None = None
         self.failures = 0
-        self.busy_until_s = 0.0
-        self.open_until_s = 0.0
         self.leaving = False
-        self.last_token_s = time.monotonic()
+        self.idle_s = time.monotonic()
 
     @property
     def serves(self) -> bool:
         """Whether its requests go on."""
         return self.state in (EngineState.READY, EngineState.DRAINING)
-
-    def may_take(self, now_s: float) -> bool:
-        """Whether a request may be sent to it."""
-        return self.state == EngineState.READY and now_s >= self.busy_until_s and now_s >= self.open_until_s
 
     @property
     def has_address(self) -> bool:

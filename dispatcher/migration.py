@@ -188,11 +188,12 @@ async def _whole_character(migration: Migration) -> None:
 def _commit(dispatcher: Dispatcher, migration: Migration) -> None:
     """Stop at the source, go on at the destination."""
     _tokens(migration)
-    if not migration.destination.may_take(time.monotonic()):
-        raise Aborted("destination gone")
     relay = migration.relay
-    migration.stopped_s = relay.last_token_s
-    relay.detach()
-    relay.moved_by = migration
-    if not relay.resume_at(migration.destination.slot, copied=True):
-        raise Aborted("left")
+    with dispatcher.fleet.board.lock:
+        if not dispatcher.fleet.may_take(migration.destination, time.monotonic()):
+            raise Aborted("destination gone")
+        migration.stopped_s = relay.last_token_s
+        relay.detach()
+        relay.moved_by = migration
+        if not relay.resume_at(migration.destination.slot, copied=True):
+            raise Aborted("left")

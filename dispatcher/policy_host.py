@@ -9,8 +9,16 @@ from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from fleetpilot.dispatcher.decision_log import DecisionLog
-from fleetpilot.dispatcher.decisions import BY_DRY_RUN, BY_EXPLORATION, BY_FALLBACK, BY_POLICY, Decided, is_legal
+from fleetpilot.dispatcher.decision_log import Records
+from fleetpilot.dispatcher.decisions import (
+    BY_DRY_RUN,
+    BY_EXPLORATION,
+    BY_FALLBACK,
+    BY_POLICY,
+    RECENT,
+    Decided,
+    is_legal,
+)
 from fleetpilot.fleet.features import KINDS
 from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of, refuse_oracle
 from fleetpilot.fleet.view import KIND_DISPATCH, NONE, FleetView
@@ -18,8 +26,6 @@ from fleetpilot.fleet.view import KIND_DISPATCH, NONE, FleetView
 _LOG = logging.getLogger("fleetpilot.dispatcher")
 
 OUT_OF_RANGE = "out of range"
-_RECENT = 30
-"""Decisions that are kept for who looks."""
 
 
 class PolicyHost:
@@ -59,8 +65,8 @@ class PolicyHost:
         self.fallbacks: Counter[str] = Counter()
         self.decided: Counter[tuple[str, str]] = Counter()
         self.number = 0
-        self.log: DecisionLog | None = None
-        self.recent: deque[Decided] = deque(maxlen=_RECENT)
+        self.log: Records | None = None
+        self.recent: deque[Decided] = deque(maxlen=RECENT)
         self.watched_until_s = 0.0
         self._draws = random.Random(seed)
         self._worker: ThreadPoolExecutor | None = None

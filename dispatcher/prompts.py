@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from fleetpilot.dispatcher.service import Dispatcher
 
 _CACHED_PROMPTS = 4_096
-_KNOWN_SESSIONS = 65_536
 _SHORT_CHARACTERS = 256
 """A prompt up to this length is off by less than asking is worth, once the estimate was learned."""
 _LEARNED_FROM = 8
@@ -58,10 +56,7 @@ class Prompts:
         self._learned = 0  # prompts that it was learned from
         self._estimated = 0  # short prompts since
         self._known: OrderedDict[bytes, list[int]] = OrderedDict()
-        self._sessions: OrderedDict[str, list[int]] = OrderedDict()
         self._next_engine = 0
-        self._numbers = itertools.count()
-        self._session_numbers = itertools.count()
 
     def measure(self, exchange: Exchange, request: ApiRequest, admit: Admit) -> None:
         """Call `admit` with the facts, at once where no engine need be asked."""
@@ -142,9 +137,10 @@ class Prompts:
     def _facts_of(
         self, request: ApiRequest, tokens: int, names: tuple[int, ...], tokens_per_block: float, arrived_s: float
     ) -> RequestFacts:
-        session, turn = self._session(request)
+        name = request.fields.get("session_id")
+        session, turn = self._dispatcher.fleet.turn(name) if isinstance(name, str) else (-1, 0)
         return RequestFacts(
-            request_id=str(next(self._numbers)),
+            request_id=self._dispatcher.new_id(),
             prompt_tokens=tokens,
             prompt_blocks=names,
             tokens_per_block=tokens_per_block,
@@ -154,20 +150,6 @@ class Prompts:
             turn=turn,
             arrived_s=arrived_s,
         )
-
-    def _session(self, request: ApiRequest) -> tuple[int, int]:
-        """Number of the client's session, and the turn within it; -1 and 0 for none."""
-        name = request.fields.get("session_id")
-        if not isinstance(name, str):
-            return -1, 0
-        if name not in self._sessions:
-            self._sessions[name] = [next(self._session_numbers), -1]
-            if len(self._sessions) > _KNOWN_SESSIONS:
-                self._sessions.popitem(last=False)
-        self._sessions.move_to_end(name)
-        self._sessions[name][1] += 1
-        session, turn = self._sessions[name]
-        return session, turn
 
 
 def _question(request: ApiRequest) -> bytes:

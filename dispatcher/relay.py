@@ -123,7 +123,7 @@ class Relay:
         return False
 
     def _send(self, slot: int) -> None:
-        """Send it for the first time, or again to another engine while the client has nothing yet."""
+        """Send it, booked there, for the first time, or again to another engine while the client has nothing yet."""
         engine = self.dispatcher.fleet.engines[slot]
         if self.answer is not None and engine.capabilities is not None:
             self.answer.fingerprint = engine.capabilities.fingerprint
@@ -202,7 +202,9 @@ class Relay:
 
     def _count(self, tokens: int) -> None:
         """So many tokens of the answer have come."""
-        self.last_token_s = self.engine.last_token_s = time.monotonic()
+        fleet = self.dispatcher.fleet
+        self.last_token_s = time.monotonic()
+        fleet.heard_s[self.slot] = self.last_token_s
         if self.moved_by is not None:
             self.dispatcher.on_resumed(self, self.moved_by)
             self._note("moved")
@@ -210,7 +212,7 @@ class Relay:
             if not self.tokens:
                 self.first_token_s = self.last_token_s
                 self._note("first token")
-            self.dispatcher.fleet.ledger.tokens(self.facts.request_id, tokens - self.tokens)
+            fleet.ledger.tokens(self.facts.request_id, tokens - self.tokens)
             self.tokens = tokens
 
     def on_end(self) -> None:
@@ -279,6 +281,7 @@ class Relay:
         self.dispatcher.leaves(self)
         slot = fleet.choose_dispatch(self.facts, False, frozenset(self._tried))
         if slot == NONE:
+            fleet.book(self.facts, self.slot)
             self.dispatcher.serves(self, 0)
             return False
         self.dispatcher.counts["retries"] += 1
@@ -307,7 +310,7 @@ class Relay:
         self.dispatcher.go_on_later(self, reason)
 
     def go_on_at(self, slot: int) -> bool:
-        """Go on at this engine, after `detach`. False if the answer is at its end."""
+        """Go on at this engine, where it is booked, after `detach`. False if the answer is at its end."""
         if self.answer is not None and self.answer.prompt_ids:
             return self.resume_at(slot, copied=False)
         self._send(slot)
@@ -326,7 +329,8 @@ class Relay:
 
         Args:
             slot: of the engine.
-            copied: it holds the KV cache of what there is; else that is a prompt to it as any other.
+            copied: it holds the KV cache of what there is, and nothing is booked there yet; else what there is is a
+                prompt to it as any other, and booked.
         """
         assert self.answer is not None
         engine = self.dispatcher.fleet.engines[slot]
@@ -340,7 +344,9 @@ class Relay:
         )
         if body is None:
             return False
-        if not copied:
+        if copied:
+            self.dispatcher.fleet.book(self.facts, slot)
+        else:
             self.facts = self.facts_now()
         self._serve_at(slot, COMPLETIONS, body, resumes=True, streamed_tokens=self.tokens if copied else 0)
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -161,8 +160,6 @@ _KINDS = {
 }
 """What the dispatcher itself reads of a body; each may be null."""
 
-_numbers = itertools.count()
-
 
 @dataclass
 class ApiRequest:
@@ -256,7 +253,7 @@ class ApiRequest:
         return orjson.dumps(fields)
 
 
-def parse_request(route: str, body: bytes, header_priority: bytes | None, request_id: bytes | None) -> ApiRequest:
+def parse_request(route: str, body: bytes, header_priority: bytes | None, request_id: bytes) -> ApiRequest:
     """Read a request as far as the dispatcher must understand it; the engine judges the rest.
 
     Raises:
@@ -282,7 +279,7 @@ def parse_request(route: str, body: bytes, header_priority: bytes | None, reques
         route=route,
         fields=fields,
         body=body,
-        request_id=request_id.decode("latin-1") if request_id else f"fleetpilot-{next(_numbers)}",
+        request_id=request_id.decode("latin-1"),
         streamed=streamed,
         priority=priority,
         fixed=why_not_movable(route, fields) if streamed else "stream",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import logging
+import math
 import ssl
 import time
 from collections import Counter, deque
@@ -17,8 +19,8 @@ import orjson
 from fleetpilot.agents import load_policy
 from fleetpilot.dispatcher import dashboard, metrics, telemetry
 from fleetpilot.dispatcher.config import ServeConfig
-from fleetpilot.dispatcher.decision_log import DecisionLog
-from fleetpilot.dispatcher.engine import Engine, EngineState
+from fleetpilot.dispatcher.decision_log import DecisionLog, Records
+from fleetpilot.dispatcher.engine import Capabilities, Engine, EngineState
 from fleetpilot.dispatcher.fleet import Fleet, RequestFacts
 from fleetpilot.dispatcher.http.client import HttpClient
 from fleetpilot.dispatcher.http.server import Exchange, Headers, HttpServer, Limits, error_body, serve
@@ -30,7 +32,11 @@ from fleetpilot.dispatcher.requests import CHAT, COMPLETIONS, ApiRequest, BadReq
 from fleetpilot.dispatcher.scaling.actuator import Actuator, make_actuator
 from fleetpilot.dispatcher.scaling.scaler import Scaler
 from fleetpilot.dispatcher.shadow import Shadow
+from fleetpilot.dispatcher.tally import Tally
 from fleetpilot.dispatcher.tracing import Tracing
+from fleetpilot.dispatcher.workers.board import Board
+from fleetpilot.dispatcher.workers.pool import Workers
+from fleetpilot.dispatcher.workers.worker import Link
 from fleetpilot.fleet.policy import CompiledPolicy, Policy, kinds_of, require_compiled
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.slo import SLO_CLASSES
@@ -46,23 +52,31 @@ _LEAST_RETRIES = 10
 _BUSY_S = 0.2
 """An engine that admits no more, and does not say for how long, is left alone for this time."""
 _LONGEST_BUSY_S = 30.0
+METRICS = "/metrics"
 _FILE_S = 1.0
 _MOVED = 20
+_FIRST_MEAN_OUTPUT_TOKENS = 256.0
+_LEARNING_RATE = 0.02
 
 
 class Dispatcher:
     """A server in front of engines.
 
+    It leads its fleet - watches engines, scales, writes the log - and serves clients. With several workers the process
+    that is asked for leads, and each worker has a dispatcher that serves.
+
     Args:
         config: see `ServeConfig`.
-        policy: instead of `config.policy`.
+        policy: instead of `config.policy`; not with several workers.
         actuator: instead of the one that `config.scaler` names.
+        link: of a worker, to the process that leads.
 
     Raises:
         ValueError: a policy, profile or URL is not known or malformed.
 
     Attributes:
         fleet: engines and what is known of them.
+        workers: that serve clients, where there are several; None where this process serves.
         at: by slot, the requests that an engine serves, by request id, in the order they came to it.
         counts: what happened so far, by name.
         downtimes_s: of the latest migrations.
@@ -72,21 +86,31 @@ class Dispatcher:
         scaler: None where the fleet is not scaled.
     """
 
-    def __init__(self, config: ServeConfig, policy: Policy | None = None, actuator: Actuator | None = None):
+    def __init__(
+        self,
+        config: ServeConfig,
+        policy: Policy | None = None,
+        actuator: Actuator | None = None,
+        link: Link | None = None,
+    ):
         if not (config.engines or config.engines_file or config.scaler):
             raise ValueError("engines: got none, expected at least one URL, or engines_file, emulate or scaler")
         self.config = config
-        loaded = _load_policies(config, policy)
+        self._link = link
+        loaded = _load_policies(config, policy, with_shadow=link is None)
         self._shadow = loaded.shadow
+        self.workers = Workers(config) if config.workers > 1 and link is None else None
+        board = link.board if link is not None else self.workers.board if self.workers is not None else Board.alone()
+        seed = config.seed + (link.life if link is not None else 0)  # what is drawn in one worker is not in another
         host = PolicyHost(
             loaded.policy,
             loaded.fallback,
             config.decision_deadline_s,
-            config.seed,
+            seed,
             config.explore,
             dry_run=config.dry_run,
         )
-        self.fleet = Fleet(load_profile(config.profile), host, SLO_CLASSES[config.slo], config.seed)
+        self.fleet = Fleet(load_profile(config.profile), host, SLO_CLASSES[config.slo], seed, board)
         self.at: list[dict[str, Relay]] = []
         self.counts: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
@@ -98,16 +122,20 @@ class Dispatcher:
         self._homeless: deque[Relay] = deque()  # whose engine failed, waiting for another
         self._placing = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: HttpServer | None = None
-        self.log: DecisionLog | None = None
+        self._server: HttpServer | Workers | None = None
+        self.log: Records | None = None
+        self._ids = itertools.count()
+        self._id_prefix = "" if link is None else f"{link.life}-"
         self._tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint else None
-        self._mean_output_tokens = 256.0
         self._keys = [key.encode() for key in config.api_keys]
         self._engine_key_headers = config.engine_key_headers
 
+        self.scaler: Scaler | None = None
+        if link is not None:
+            return
+        board.mean_output_tokens[0] = _FIRST_MEAN_OUTPUT_TOKENS
         for url in config.fixed_engines:
             self._add(url)
-        self.scaler: Scaler | None = None
         if config.scaler:
             self.scaler = Scaler(self, actuator or make_actuator(config))
 
@@ -115,6 +143,11 @@ class Dispatcher:
     def tracks(self) -> bool:
         """Whether streams are followed token by token, so that they can go on elsewhere."""
         return self.config.failover or self.config.migration
+
+    @property
+    def shadow(self) -> Shadow | None:
+        """That is asked as well, in the process that leads."""
+        return self.log.shadow if isinstance(self.log, DecisionLog) else None
 
     @property
     def port(self) -> int:
@@ -130,25 +163,38 @@ class Dispatcher:
             ValueError: the scaler's settings do not fit what is there.
         """
         config = self.config
-        if config.decision_log or self._shadow is not None:
+        if config.decision_log or config.shadow:
             self._begin_log()
-        tls = None
-        if config.tls_cert:
-            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            tls.load_cert_chain(config.tls_cert, config.tls_key)
-        limits = Limits(body_bytes=config.max_body_bytes, connections=config.max_connections)
-        self._server = await serve(self.handle, config.host, config.port, limits=limits, tls=tls)
+        if self.workers is None:
+            await self._serve_clients()
+        else:
+            self._server = self.workers
+            await self.workers.open(self)
+        if self._link is not None:
+            return
         for engine in self.fleet.engines:
             self._watch(engine)
         if config.engines_file:
             self.read_engines_file()
             self._run(self._every(_FILE_S, self.read_engines_file))
-        self._run(self._every(config.hold_interval_s, self._tick))
-        if config.migration:
-            self._run(self._every(config.rebalance_interval_s, self.rebalance))
         if self.scaler is not None:
             await self.scaler.open()
             self._run(self.scaler.run())
+
+    async def _serve_clients(self) -> None:
+        config = self.config
+        tls = None
+        if config.tls_cert:
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(config.tls_cert, config.tls_key)
+        limits = Limits(
+            body_bytes=config.max_body_bytes, connections=math.ceil(config.max_connections / config.workers)
+        )
+        shared = self._link is not None
+        self._server = await serve(self.handle, config.host, config.port, limits=limits, tls=tls, shared=shared)
+        self._run(self._every(config.hold_interval_s, self._tick))
+        if config.migration:  # each worker in turn, about the requests that it serves
+            self._run(self._every(config.rebalance_interval_s * config.workers, self.rebalance))
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Take no new requests, let those on their way end for `grace_s`, then cut the rest."""
@@ -171,7 +217,8 @@ class Dispatcher:
 
     def _begin_log(self) -> None:
         config = self.config
-        self.log = self.fleet.host.log = DecisionLog(config.decision_log, config.decision_log_bytes, self._shadow)
+        self.log = self._link or DecisionLog(config.decision_log, config.decision_log_bytes, self._shadow)
+        self.fleet.host.log = self.log
 
     async def reload(self, config: ServeConfig) -> None:
         """Load the policies of these settings anew, and take them up when they are ready; requests go on meanwhile.
@@ -184,16 +231,20 @@ class Dispatcher:
         """
         new, rest = self.config.reloaded(config)
         try:
-            loaded = await asyncio.to_thread(_load_policies, new, None)
+            loaded = await asyncio.to_thread(_load_policies, new, None, with_shadow=self._link is None)
             self.fleet.host.take_up(loaded.policy, loaded.fallback, new.explore, dry_run=new.dry_run)
         except Exception:
             self.counts["failed_reloads"] += 1
             raise
         self.config, self._shadow = new, loaded.shadow
-        if self.log is not None:
-            self.log.shadow = loaded.shadow
-        elif loaded.shadow is not None:
+        if isinstance(self.log, DecisionLog):
+            self.log.shadow = self._shadow
+        elif self.log is None and new.shadow:
             self._begin_log()
+        if self._link is not None:
+            return
+        if self.workers is not None:
+            self.workers.tell("reload", new)
         self.counts["reloads"] += 1
         for name in rest:
             _LOG.warning("%s has changed, which takes a new start", name)
@@ -232,6 +283,11 @@ class Dispatcher:
         self.at += [{} for _ in range(len(self.fleet.engines) - len(self.at))]
         return engine
 
+    def _seat(self, slot: int, url: str) -> Engine:
+        engine = self.fleet.seat(slot, url, EngineState.STARTING)
+        self.at += [{} for _ in range(len(self.fleet.engines) - len(self.at))]
+        return engine
+
     def _watch(self, engine: Engine) -> None:
         engine.watcher = self._run(telemetry.watch(self, engine))
 
@@ -265,6 +321,26 @@ class Dispatcher:
                 engine.leaving = True
                 if engine.state == EngineState.READY:
                     self.fleet.set_state(engine, EngineState.DRAINING)
+
+    def hear(self, slot: int, url: str, state: EngineState, capabilities: Capabilities | None) -> None:
+        """What the process that leads says of an engine, in a worker."""
+        engine = self.fleet.engines[slot] if slot < len(self.fleet.engines) else None
+        if engine is None or engine.url != url or engine.state == EngineState.ABSENT:
+            engine = self._seat(slot, url)
+        engine.capabilities = capabilities
+        if state == EngineState.FAILED and engine.serves:
+            self._lose(engine, "the engine has failed")
+        self.fleet.set_state(engine, state)
+        if state == EngineState.READY:
+            self.place_held()
+        elif state == EngineState.ABSENT:
+            engine.client.close()
+
+    def hear_gone(self, slot: int, url: str, reason: str) -> None:
+        """What a worker says of an engine, in the process that leads."""
+        engine = self.fleet.engines[slot]
+        if engine.url == url and engine.serves:
+            self.engine_is_gone(engine, reason)
 
     def engine_left(self, engine: Engine) -> None:
         """An engine that drained is gone."""
@@ -326,20 +402,58 @@ class Dispatcher:
         body = orjson.dumps({"engines": states})
         exchange.respond(200 if any(engine.serves for engine in self.fleet.engines) else 503, body)
 
-    def _serve_metrics(self, exchange: Exchange) -> None:
-        exchange.respond(200, metrics.exposition(self), b"text/plain; version=0.0.4; charset=utf-8")
-
     def _serve_dashboard(self, exchange: Exchange) -> None:
         exchange.respond(200, dashboard.page(), b"text/html; charset=utf-8", dashboard.HEADERS)
 
+    def _serve_metrics(self, exchange: Exchange) -> None:
+        self._serve_whole(exchange, b"text/plain; version=0.0.4; charset=utf-8")
+
     def _serve_dashboard_state(self, exchange: Exchange) -> None:
-        exchange.respond(200, orjson.dumps(dashboard.state(self)), headers=dashboard.HEADERS)
+        self._serve_whole(exchange, b"application/json", dashboard.HEADERS)
+
+    def _serve_whole(self, exchange: Exchange, content_type: bytes, headers: Headers = ()) -> None:
+        """Answer with what all processes know."""
+        if self._link is not None:
+            self._link.ask(exchange, content_type, headers)
+        else:
+            tally = self.tally(watched=exchange.path != METRICS)
+            exchange.respond(200, self._whole(exchange.path, tally), content_type, headers)
+
+    async def page(self, path: str) -> bytes:
+        """The body of ``/metrics`` or ``/dashboard/state``, for a worker that was asked."""
+        assert self.workers is not None
+        tally = self.tally()
+        tally.add(await self.workers.tally(watched=path != METRICS))
+        return self._whole(path, tally)
+
+    def _whole(self, path: str, tally: Tally) -> bytes:
+        return metrics.exposition(self, tally) if path == METRICS else orjson.dumps(dashboard.state(self, tally))
+
+    def tally(self, *, watched: bool = False) -> Tally:
+        """What this process counted so far.
+
+        Args:
+            watched: decisions are kept for the live page.
+        """
+        host = self.fleet.host
+        if watched:
+            dashboard.watch(host)
+        moves = (*self.migrations, *reversed(self.moved))
+        return Tally(
+            outcomes=Counter(self.outcomes),
+            events=Counter(self.counts),
+            fallbacks=Counter(host.fallback_counts),
+            decided=Counter(host.decided),
+            records=Counter(self.log.counts) if self.log is not None else Counter(),
+            downtimes_s=list(self.downtimes_s),
+            migrations=[dashboard.migration(move) for move in moves],
+            recent=list(host.recent),
+        )
 
     def _serve_answer(self, exchange: Exchange) -> None:
         try:
-            request = parse_request(
-                exchange.path, exchange.body, exchange.header(b"x-vllm-priority"), exchange.header(b"x-request-id")
-            )
+            request_id = exchange.header(b"x-request-id") or f"fleetpilot-{self.new_id()}".encode()
+            request = parse_request(exchange.path, exchange.body, exchange.header(b"x-vllm-priority"), request_id)
         except BadRequest as error:
             exchange.respond(400, error_body(error.message, "BadRequestError", 400))
             return
@@ -352,25 +466,27 @@ class Dispatcher:
         self.counts["requests"] += 1
         self.prompts.measure(exchange, request, self._admit)
 
+    def new_id(self) -> str:
+        """None like another of this dispatcher, whatever process it is of."""
+        return f"{self._id_prefix}{next(self._ids)}"
+
     def _admit(self, exchange: Exchange, request: ApiRequest, facts: RequestFacts) -> None:
         if exchange.closed:
             return
         most = request.max_tokens
-        facts.predicted_output_tokens = (
-            self._mean_output_tokens if most is None else min(self._mean_output_tokens, max(most, 1))
-        )
+        mean = float(self.fleet.board.mean_output_tokens[0])
+        facts.predicted_output_tokens = mean if most is None else min(mean, max(most, 1))
         span = self._tracing.begin(request, exchange.headers) if self._tracing is not None else None
         relay = Relay(self, exchange, request, facts, span)
-        if self._held or not relay.place():
+        if self.fleet.held or not relay.place():
             self._held.append(relay)
-            self.fleet.held = len(self._held)
+            self._note_held()
 
     # what relays tell
 
     def serves(self, relay: Relay, streamed_tokens: int) -> None:
-        """The relay's request was sent to its engine, with the KV cache of so many tokens of its answer there."""
+        """The relay's request, which is booked, is sent to its engine, with so many tokens of its answer behind it."""
         self.at[relay.slot][relay.facts.request_id] = relay
-        self.fleet.dispatched(relay.facts, relay.slot)
         if streamed_tokens:
             self.fleet.ledger.tokens(relay.facts.request_id, streamed_tokens)
 
@@ -386,12 +502,13 @@ class Dispatcher:
         if self.log is not None or relay.span is not None:
             self._tell_outcome(relay, outcome)
         if outcome == "finished" and relay.tokens:
-            self._mean_output_tokens += 0.02 * (relay.tokens - self._mean_output_tokens)
+            mean = self.fleet.board.mean_output_tokens
+            mean[0] += _LEARNING_RATE * (relay.tokens - mean[0])
         if relay in self._held:
             self._held.remove(relay)
         if relay in self._homeless:
             self._homeless.remove(relay)
-        self.fleet.held = len(self._held)
+        self._note_held()
         self._tick()
 
     def _tell_outcome(self, relay: Relay, outcome: str) -> None:
@@ -419,29 +536,37 @@ class Dispatcher:
         now_s = time.monotonic()
         if admission:
             self.counts["admission_rejections"] += 1
-            engine.busy_until_s = now_s + _retry_after_s(headers)
+            self.fleet.block(engine, now_s + _retry_after_s(headers))
             return
         self.counts["engine_failures"] += 1
         engine.failures += 1
         _LOG.warning("engine %d (%s): %s", engine.slot, engine.url, reason)
         if engine.failures >= _FAILURES_IN_A_ROW:
             engine.failures = 0
-            engine.open_until_s = now_s + _OPEN_S
+            self.fleet.block(engine, now_s + _OPEN_S)
             self.counts["breaker_openings"] += 1
 
     def engine_is_gone(self, engine: Engine, reason: str) -> None:
         """An engine serves no more: its requests go on elsewhere, or fail."""
-        _LOG.warning("engine %d (%s) has failed: %s", engine.slot, engine.url, reason)
-        self.counts["engines_lost"] += 1
+        if self._link is not None:
+            self._link.gone(engine, reason)
+        else:
+            _LOG.warning("engine %d (%s) has failed: %s", engine.slot, engine.url, reason)
+            self.counts["engines_lost"] += 1
+        self._lose(engine, reason)
+
+    def _lose(self, engine: Engine, reason: str) -> None:
         self.fleet.set_state(engine, EngineState.FAILED)
         for relay in list(self.at[engine.slot].values()):
             relay.engine_broke(reason)
 
     def send_elsewhere(self, engine: Engine) -> None:
         """The requests of an engine go on at others by recompute, as far as they can and one takes them."""
+        if self.workers is not None:
+            self.workers.tell("elsewhere", engine.slot)
         for relay in list(self.at[engine.slot].values()):
             now_s = time.monotonic()
-            takers = any(other.may_take(now_s) for other in self.fleet.engines if other is not engine)
+            takers = any(self.fleet.may_take(other, now_s) for other in self.fleet.engines if other is not engine)
             if takers and relay.can_go_elsewhere and relay.fail_over():
                 self.counts["requests_sent_elsewhere"] += 1
 
@@ -467,7 +592,12 @@ class Dispatcher:
 
     def _resume(self, relay: Relay, without: frozenset[int]) -> bool:
         slot = self.fleet.choose_dispatch(relay.facts_now(), False, without)
-        return slot != NONE and relay.go_on_at(slot)
+        if slot == NONE:
+            return False
+        if not relay.go_on_at(slot):
+            self.fleet.ledger.end(relay.facts.request_id)
+            return False
+        return True
 
     def place_held(self) -> None:
         """Ask again for what waits: streams without an engine first, then requests in order."""
@@ -489,16 +619,28 @@ class Dispatcher:
                 relay.fail(503, f"its engine failed, and no other took it within {self.config.max_hold_s:g} s")
 
     def _place_held(self) -> None:
-        while self._held:
+        while self.fleet.held and self._is_first() and self._held:
             relay = self._held[0]
             if not relay.place():
                 return
             if self._held and self._held[0] is relay:  # one that is given up takes itself out
                 self._held.popleft()
-            self.fleet.held = len(self._held)
+            self._note_held()
+
+    def _is_first(self) -> bool:
+        """Whether no request of another worker waits longer than this one's; else that worker may place it."""
+        first = self.fleet.board.first_in_line()
+        if first == self.fleet.board.me:
+            return True
+        if self._link is not None:
+            self._link.wake(first)
+        return False
+
+    def _note_held(self) -> None:
+        self.fleet.hold(len(self._held), self._held[0].facts.arrived_s if self._held else math.inf)
 
     def _tick(self) -> None:
-        if self._held or self._homeless:
+        if self._homeless or self.fleet.held:
             self.place_held()
 
     # moving what runs
@@ -508,20 +650,28 @@ class Dispatcher:
         if KIND_SOURCE not in self.fleet.host.kinds:
             return
         asked: set[int] = set()
-        while len(self.migrations) < self.config.max_migrations:
-            source = self.fleet.choose_source(lambda engine: engine.slot not in asked and self._may_leave(engine))
+        while self._move_one(asked):
+            pass
+
+    def _move_one(self, asked: set[int]) -> bool:
+        """Ask the policy for a pair of which no source was asked about before, and move; False if it has none."""
+        fleet = self.fleet
+        with fleet.board.lock:
+            if fleet.migrations >= self.config.max_migrations:
+                return False
+            source = fleet.choose_source(lambda engine: engine.slot not in asked and self._may_leave(engine))
             if source == NONE:
-                return
+                return False
             asked.add(source)
-            engine = self.fleet.engines[source]
-            relay = self._leaving(engine)
+            relay = self._leaving(fleet.engines[source])
             if relay is None:
-                continue
-            destination = self.fleet.choose_destination(source, self._may_move_to, relay.facts, relay.tokens)
-            if destination != NONE and self.fleet.host.dry_run:
+                return True
+            destination = fleet.choose_destination(source, self._may_move_to, relay.facts, relay.tokens)
+            if destination != NONE and fleet.host.dry_run:
                 self.counts["migrations not made in a dry run"] += 1
             elif destination != NONE:
-                self.move(relay, destination, self.fleet.host.number)
+                self.move(relay, destination, fleet.host.number)
+        return True
 
     def move(self, relay: Relay, destination: int, decision: int = 0) -> Migration:
         """Begin to move a running request, by the decision of this number."""
@@ -544,20 +694,15 @@ class Dispatcher:
             self._mark_migrating()
 
     def _mark_migrating(self) -> None:
-        busy = self.in_migration()
-        for engine in self.fleet.engines:
-            self.fleet.set_migrating(engine.slot, engine.slot in busy)
-
-    def in_migration(self) -> set[int]:
-        """Slots of sources and destinations."""
-        return {engine.slot for m in self.migrations for engine in (m.source, m.destination)}
+        slots = {engine.slot for m in self.migrations for engine in (m.source, m.destination)}
+        self.fleet.set_migrating(len(self.migrations), slots)
 
     def _may_leave(self, engine: Engine) -> bool:
         return (
             engine.serves
             and engine.capabilities is not None
             and engine.capabilities.kv_transfer
-            and engine.slot not in self.in_migration()
+            and not self.fleet.is_migrating(engine.slot)
             and self._leaving(engine) is not None
         )
 
@@ -565,7 +710,7 @@ class Dispatcher:
         return (
             engine.capabilities is not None
             and engine.capabilities.kv_transfer
-            and engine.slot not in self.in_migration()
+            and not self.fleet.is_migrating(engine.slot)
         )
 
     def _leaving(self, engine: Engine) -> Relay | None:
@@ -581,7 +726,7 @@ class _Policies(NamedTuple):
     shadow: Shadow | None
 
 
-def _load_policies(config: ServeConfig, policy: Policy | None) -> _Policies:
+def _load_policies(config: ServeConfig, policy: Policy | None, *, with_shadow: bool) -> _Policies:
     """By name, compiled and ready; `policy` goes before the configuration's.
 
     Raises:
@@ -590,8 +735,13 @@ def _load_policies(config: ServeConfig, policy: Policy | None) -> _Policies:
     loaded = _Policies(
         policy or load_policy(config.policy),
         require_compiled("fallback", load_policy(config.fallback)),
-        Shadow(load_policy(config.shadow), config.seed) if config.shadow else None,
+        Shadow(load_policy(config.shadow), config.seed) if config.shadow and with_shadow else None,
     )
+    if config.workers > 1 and (policy is not None or not isinstance(loaded.policy, CompiledPolicy)):
+        raise ValueError(
+            f"workers = {config.workers}: expected 1 with policy {loaded.policy.name!r}: one that is not compiled "
+            "may keep what it knows in one process"
+        )
     if config.scaler and KIND_SCALE not in kinds_of(loaded.policy):
         raise ValueError(f"policy = {loaded.policy.name!r}: expected one that scales, as scaler is set")
     for asked in (loaded.policy, loaded.fallback):
@@ -613,7 +763,7 @@ _ROUTES: dict[tuple[str, str], Callable[[Dispatcher, Exchange], None]] = {
     ("GET", "/v1/models"): Dispatcher._serve_models,
     ("GET", "/health"): Dispatcher._serve_health,
     ("GET", "/ready"): Dispatcher._serve_ready,
-    ("GET", "/metrics"): Dispatcher._serve_metrics,
+    ("GET", METRICS): Dispatcher._serve_metrics,
     ("GET", "/dashboard"): Dispatcher._serve_dashboard,
     ("GET", "/dashboard/state"): Dispatcher._serve_dashboard_state,
 }

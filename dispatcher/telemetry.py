@@ -45,7 +45,7 @@ async def watch(dispatcher: Dispatcher, engine: Engine) -> None:
                 warn_s = time.monotonic() + _REMIND_S
             if failed >= _FAILED_POLLS and engine.serves:
                 dispatcher.engine_is_gone(engine, _said(error))
-        if engine.leaving and not (engine.serves and dispatcher.at[engine.slot]):
+        if engine.leaving and not (engine.serves and dispatcher.fleet.in_flight(engine.slot)):
             dispatcher.engine_left(engine)
             return
         interval_s = dispatcher.config.poll_interval_s if engine.serves else _RETRY_S
@@ -89,7 +89,8 @@ async def _poll(dispatcher: Dispatcher, engine: Engine) -> None:
 
 def _check_progress(dispatcher: Dispatcher, engine: Engine, now_s: float) -> None:
     """An engine may answer polls and have stopped all the same."""
-    if not dispatcher.at[engine.slot]:
-        engine.last_token_s = now_s
-    elif now_s - engine.last_token_s > dispatcher.config.stalled_s:
+    fleet = dispatcher.fleet
+    if not fleet.in_flight(engine.slot):
+        engine.idle_s = now_s
+    elif now_s - max(engine.idle_s, fleet.last_token_s(engine.slot)) > dispatcher.config.stalled_s:
         dispatcher.engine_is_gone(engine, f"sent nothing for {dispatcher.config.stalled_s:g} s with requests on it")

@@ -7,6 +7,7 @@ record, who knows the order of the unstarted requests: the simulator's kernel, a
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.fleet.jit import inlined, kernel
-from fleetpilot.fleet.view import INSTANCE_VIEW
+from fleetpilot.fleet.view import INSTANCE_VIEW, STATE_READY
 
 
 @inlined
@@ -99,6 +100,72 @@ def stock_load(instance: Any) -> None:
     instance.preempted = 0.0
 
 
+@kernel
+def add_up(instances: Any, fleet: Any, ledgers: Any, head_s: Any, row: int) -> None:
+    """What several ledgers of the same instances say together.
+
+    Args:
+        instances: (N,) records that are filled.
+        fleet: (M,) records of the same instances, M >= N: all that no ledger says.
+        ledgers: (rows, M) records, of which the ledger's fields and ``migrating`` are added up.
+        head_s: (rows, M) see `Ledger`.
+        row: in `ledgers`, whose instances are given the ``block_size`` of `fleet` to count in.
+    """
+    for slot in range(len(instances)):
+        instances[slot] = fleet[slot]
+        ledgers[row, slot].block_size = fleet[slot].block_size
+        _add_up_instance(instances[slot], ledgers, head_s, slot)
+
+
+@kernel
+def see_engines(instances: Any, polled_s: Any, blocked_until_s: Any, now_s: float) -> int:
+    """Mark as candidates the instances that are ready and not blocked, and set the age of polls.
+
+    Args:
+        instances: (N,) records.
+        polled_s: (M,) when the last poll was sent, M >= N.
+        blocked_until_s: (M,) no request is sent there before.
+        now_s: by the same clock.
+
+    Returns:
+        How many candidates there are.
+    """
+    candidates = 0
+    for slot in range(len(instances)):
+        ready = instances[slot].state == STATE_READY and blocked_until_s[slot] <= now_s
+        instances[slot].candidate = 1 if ready else 0
+        instances[slot].poll_age_s = now_s - polled_s[slot]
+        candidates += instances[slot].candidate
+    return candidates
+
+
+@kernel
+def _add_up_instance(instance: Any, ledgers: Any, head_s: Any, slot: int) -> None:
+    instance.migrating = 0
+    instance.dispatched = instance.in_flight = instance.urgent = instance.unstarted = 0.0
+    instance.unstarted_prompt_tokens = instance.unstarted_prompt_blocks = instance.unstarted_uncached_tokens = 0.0
+    instance.started_prompt_tokens = instance.streamed_tokens = instance.predicted_output_tokens = 0.0
+    instance.head_prompt_blocks = 0.0
+    oldest_s = np.inf
+    for row in range(len(ledgers)):
+        told = ledgers[row, slot]
+        instance.migrating |= told.migrating
+        instance.dispatched += told.dispatched
+        instance.in_flight += told.in_flight
+        instance.urgent += told.urgent
+        instance.unstarted += told.unstarted
+        instance.unstarted_prompt_tokens += told.unstarted_prompt_tokens
+        instance.unstarted_prompt_blocks += told.unstarted_prompt_blocks
+        instance.unstarted_uncached_tokens += told.unstarted_uncached_tokens
+        instance.started_prompt_tokens += told.started_prompt_tokens
+        instance.streamed_tokens += told.streamed_tokens
+        instance.predicted_output_tokens += told.predicted_output_tokens
+        if head_s[row, slot] < oldest_s:
+            oldest_s = head_s[row, slot]
+            instance.head_prompt_blocks = told.head_prompt_blocks
+    stock_load(instance)
+
+
 # What `Ledger` calls, one kernel per event. Numba takes 5 us to recognise a record, and 1 us for an array and an index.
 
 
@@ -151,6 +218,9 @@ def _set_head(instance: Any, head_blocks: float) -> None:
     stock_load(instance)
 
 
+_NO_HEAD = 0.0, math.inf
+
+
 @dataclass
 class _InFlight:
     """What must be taken out of the records again when the request ends."""
@@ -169,13 +239,16 @@ class Ledger:
     Args:
         instances: (N,) records of `INSTANCE_VIEW`, one row of a view, written in place: the ledger fields and the load
             fields that follow from them. An instance's `block_size` must be set before its first request and stay.
+        head_s: (N,) written in place as well: when each instance's oldest unstarted request was dispatched; inf where
+            there is none. None for who does not need it.
     """
 
-    def __init__(self, instances: NDArray[np.void]):
+    def __init__(self, instances: NDArray[np.void], head_s: NDArray[np.float64] | None = None):
         self._instances = instances
+        self._head_s = np.full(len(instances), np.inf) if head_s is None else head_s
         self._in_flight: dict[str, _InFlight] = {}
-        # Per instance: its unstarted requests and their prompts' blocks, oldest first.
-        self._unstarted: list[dict[str, float]] = [{} for _ in instances]
+        # Per instance: its unstarted requests, with their prompts' blocks and when they were dispatched, oldest first.
+        self._unstarted: defaultdict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
 
     @staticmethod
     def warm_up() -> None:
@@ -188,11 +261,6 @@ class Ledger:
         ledger.tokens("", 1)
         ledger.end("")
 
-    def grow(self, instances: NDArray[np.void]) -> None:
-        """Go on in these records: a copy of those so far, with more behind them."""
-        self._unstarted += [{} for _ in range(len(instances) - len(self._instances))]
-        self._instances = instances
-
     def dispatch(
         self,
         request_id: str,
@@ -201,6 +269,7 @@ class Ledger:
         predicted_output_tokens: float,
         matched_tokens: int,
         priority: float = 0.0,
+        now_s: float = 0.0,
     ) -> None:
         """A request was sent to the instance in this slot.
 
@@ -211,6 +280,7 @@ class Ledger:
             predicted_output_tokens: predicted length of the answer.
             matched_tokens: tokens of the prompt that the prefix index held for the instance.
             priority: lower is earlier.
+            now_s: by a clock of the caller's, for `head_s`.
 
         Raises:
             ValueError: an argument is out of its range; nothing is accounted for.
@@ -234,7 +304,7 @@ class Ledger:
         if not block_size > 0:
             raise ValueError(f"block_size of instance {slot} is {block_size}; expected it set before a dispatch")
         self._in_flight[request_id] = _InFlight(slot, prompt_tokens, predicted_output_tokens, matched_tokens, priority)
-        self._unstarted[slot][request_id] = math.ceil(prompt_tokens / block_size)
+        self._unstarted[slot][request_id] = math.ceil(prompt_tokens / block_size), now_s
         _dispatched(
             self._instances,
             slot,
@@ -297,4 +367,5 @@ class Ledger:
 
     def _head_blocks(self, slot: int) -> float:
         """Of the prompt of the instance's oldest unstarted request."""
-        return float(next(iter(self._unstarted[slot].values()), 0.0))
+        blocks, self._head_s[slot] = next(iter(self._unstarted[slot].values()), _NO_HEAD)
+        return float(blocks)

@@ -372,8 +372,10 @@ class HttpServer:
         self._server: asyncio.Server
         self._sweeper: asyncio.TimerHandle
 
-    async def _listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
-        self._server = await self.loop.create_server(lambda: _Connection(self), host, port, ssl=tls, backlog=2048)
+    async def _listen(self, host: str, port: int, tls: ssl.SSLContext | None, shared: bool) -> None:
+        self._server = await self.loop.create_server(
+            lambda: _Connection(self), host, port, ssl=tls, backlog=2048, reuse_port=shared or None
+        )
         self.port = self._server.sockets[0].getsockname()[1]
         self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
 
@@ -407,6 +409,7 @@ async def serve(
     *,
     limits: Limits | None = None,
     tls: ssl.SSLContext | None = None,
+    shared: bool = False,
 ) -> HttpServer:
     """Listen.
 
@@ -416,10 +419,11 @@ async def serve(
         port: 0 takes a free one, `HttpServer.port`.
         limits: see `Limits`.
         tls: for HTTPS.
+        shared: other processes listen there too, and connections are spread.
 
     Raises:
         OSError: the address cannot be bound.
     """
     server = HttpServer(handler, limits or Limits())
-    await server._listen(host, port, tls)
+    await server._listen(host, port, tls, shared)
     return server

@@ -223,11 +223,10 @@ class Scaler:
     # draining
 
     def _end_drains(self, now_s: float) -> None:
-        moving = self._dispatcher.in_migration()
         for engine in self._fleet.engines:
             if engine.state != EngineState.DRAINING or not self._is_scaled(engine):
                 continue
-            if not self._dispatcher.at[engine.slot] and engine.slot not in moving:
+            if not self._fleet.in_flight(engine.slot) and not self._fleet.is_migrating(engine.slot):
                 self._stop(engine)
             elif now_s - engine.state_since_s > self._config.drain_deadline_s:
                 self._dispatcher.send_elsewhere(engine)

@@ -118,7 +118,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if arguments.check:
         return _check(config, as_json=arguments.json)
-    _run(_serve(config, load))
+    from fleetpilot.dispatcher.loop import run
+
+    run(_serve(config, load))
     return 0
 
 
@@ -131,18 +133,11 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _run(main: Any) -> Any:
-    try:
-        import uvloop
-    except ModuleNotFoundError:  # not on Windows
-        return asyncio.run(main)
-    return uvloop.run(main)
-
-
 def _check(config: Any, *, as_json: bool) -> int:
     from fleetpilot.dispatcher.check import check
+    from fleetpilot.dispatcher.loop import run
 
-    findings = _run(check(config))
+    findings = run(check(config))
     if as_json:
         print(json.dumps({"config": config.public(), "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
     else:
@@ -155,10 +150,11 @@ def serve_demo(policy: str) -> None:
     """Serve emulated engines with a policy under a short load, where fleetpilot[serve] is installed."""
     try:
         from fleetpilot.dispatcher.demo import serve_for_a_while
+        from fleetpilot.dispatcher.loop import run
     except ModuleNotFoundError as error:
         print(f"not served: there is no {error.name}; pip install 'fleetpilot[serve]'")
         return
-    _run(serve_for_a_while(policy))
+    run(serve_for_a_while(policy))
 
 
 async def _serve(config: Any, load: Callable[[], Any]) -> None:

@@ -231,7 +231,7 @@ def _tokens(body: dict[str, Any]) -> list[int]:
 async def a_fleet(
     engines: int = 2, policy: Any = None, **config: Any
 ) -> AsyncIterator[tuple[Dispatcher, HttpClient, list[ScriptedEngine]]]:
-    """A dispatcher in front of scripted engines, all ready, and a client of it."""
+    """A dispatcher, with a policy or the name of one, in front of scripted engines, all ready, and a client of it."""
     scripted = [ScriptedEngine(f"engine{number}") for number in range(engines)]
     for engine in scripted:
         await engine.start()
@@ -241,6 +241,8 @@ async def a_fleet(
         "profile": "tiny-cpu",
         "poll_interval_s": 0.02,
     }
+    if isinstance(policy, str):
+        settings["policy"], policy = policy, None
     dispatcher = Dispatcher(ServeConfig(engines=tuple(e.url for e in scripted), **settings | config), policy)
     await dispatcher.start()
     try:

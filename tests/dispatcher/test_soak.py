@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from typing import Any
 
 import numpy as np
 import orjson
+import pytest
 
 from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.emulator.fleet import EmulatedFleet
@@ -50,13 +52,18 @@ async def ask(url: str, route: str, body: dict[str, Any]) -> Answer:
     return await HttpClient(url).fetch("POST", route, orjson.dumps(body), timeout_s=WAIT_S)
 
 
-async def soak(requests: int, engines: int, kills: int) -> None:
+async def soak(requests: int, engines: int, kills: int, workers: int = 1) -> None:
     draw = random.Random(7)
     asked = [a_request(draw) for _ in range(requests)]
     fleet = EmulatedFleet([PROFILE] * engines)
     await fleet.start()
     config = ServeConfig(
-        engines=tuple(fleet.urls), port=0, policy="llumnix?threshold=20", profile="tiny-cpu", max_failovers=10
+        engines=tuple(fleet.urls),
+        port=0,
+        workers=workers,
+        policy="llumnix?threshold=20",
+        profile="tiny-cpu",
+        max_failovers=10,
     )
     dispatcher = Dispatcher(config)
     await dispatcher.start()
@@ -76,13 +83,22 @@ async def soak(requests: int, engines: int, kills: int) -> None:
     assert [content(answer) for answer in got] == [content(answer) for answer in expected]
     instances = dispatcher.fleet.view.instances[0]
     assert not any(dispatcher.at)
+    assert not instances["migrating"].any()
     for name in ("in_flight", "unstarted", "streamed_tokens", "predicted_output_tokens", "started_prompt_tokens"):
         assert np.abs(instances[name]).max() < 1e-6, name
-    assert dispatcher.counts["failovers"] > 0
-    assert dispatcher.outcomes == {"finished": requests}
+    tally = dispatcher.tally()
+    if dispatcher.workers is not None:
+        tally.add(await dispatcher.workers.tally(watched=False))
+    assert tally.events["failovers"] > 0
+    assert tally.outcomes == {"finished": requests}
     await dispatcher.stop()
     await asyncio.gather(fleet.stop(), lone.stop())
 
 
 def test_no_token_is_lost_or_doubled(compiled: None) -> None:
     asyncio.run(soak(requests=80, engines=3, kills=2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="several workers need Linux")
+def test_nor_by_several_workers(compiled: None) -> None:
+    asyncio.run(soak(requests=80, engines=3, kills=2, workers=2))

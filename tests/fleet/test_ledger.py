@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from fleetpilot.fleet.ledger import Ledger
+from fleetpilot.fleet.ledger import Ledger, add_up
 from fleetpilot.fleet.view import INSTANCE_FIELDS, empty_view
 
-SLOTS = 3
+ROWS, SLOTS = 2, 3
 BLOCK_SIZE = 16
 
 
@@ -28,6 +28,7 @@ def records() -> NDArray[np.void]:
 
 @dataclass
 class Request:
+    row: int
     slot: int
     prompt: int
     predicted: int
@@ -37,48 +38,68 @@ class Request:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Any order of dispatches, tokens and ends: every field is the sum over the requests in flight."""
+    """Any order of dispatches, tokens and ends in two ledgers: every field is the sum over the requests in flight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.instances = records()
-        self.ledger = Ledger(self.instances)
+        self.rows = np.stack([records() for _ in range(ROWS)])
+        self.head_s = np.full((ROWS, SLOTS), np.inf)
+        self.ledgers = [Ledger(instances, head_s) for instances, head_s in zip(self.rows, self.head_s, strict=True)]
         self.requests: dict[str, Request] = {}
-        self.dispatched = [0] * SLOTS
+        self.dispatched = np.zeros((ROWS, SLOTS), int)
 
-    @rule(slot=st.integers(0, SLOTS - 1), prompt=st.integers(1, 100), predicted=st.integers(0, 50), data=st.data())
-    def dispatch(self, slot: int, prompt: int, predicted: int, data: st.DataObject) -> None:
+    @rule(
+        row=st.integers(0, ROWS - 1),
+        slot=st.integers(0, SLOTS - 1),
+        prompt=st.integers(1, 100),
+        predicted=st.integers(0, 50),
+        data=st.data(),
+    )
+    def dispatch(self, row: int, slot: int, prompt: int, predicted: int, data: st.DataObject) -> None:
         matched = data.draw(st.integers(0, prompt))
         priority = data.draw(st.integers(-1, 1))
-        name = f"r{sum(self.dispatched)}"
-        self.ledger.dispatch(name, slot, prompt, predicted, matched, priority)
-        self.requests[name] = Request(slot, prompt, predicted, matched, priority)
-        self.dispatched[slot] += 1
+        number = int(self.dispatched.sum())
+        name = f"r{number}"
+        self.ledgers[row].dispatch(name, slot, prompt, predicted, matched, priority, float(number))
+        self.requests[name] = Request(row, slot, prompt, predicted, matched, priority)
+        self.dispatched[row, slot] += 1
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), count=st.integers(1, 5))
     def tokens(self, data: st.DataObject, count: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.requests)))
-        self.ledger.tokens(name, count)
+        self.ledgers[self.requests[name].row].tokens(name, count)
         self.requests[name].streamed += count
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.requests)))
-        self.ledger.end(name)
+        ledger = self.ledgers[self.requests[name].row]
+        ledger.end(name)
         del self.requests[name]
         with pytest.raises(ValueError, match=f"request '{name}' is not in flight"):
-            self.ledger.end(name)
+            ledger.end(name)
 
     @invariant()
     def every_field_is_the_sum(self) -> None:
+        for row, instances in enumerate(self.rows):
+            requests = [request for request in self.requests.values() if request.row == row]
+            self.check(instances, requests, self.dispatched[row])
+
+    @invariant()
+    def together_they_say_what_one_would(self) -> None:
+        fleet, together = records(), records()
+        add_up(together, fleet, self.rows, self.head_s, 0)
+        self.check(together, list(self.requests.values()), self.dispatched.sum(axis=0))
+
+    def check(self, instances: NDArray[np.void], requests: list[Request], dispatched: NDArray[np.int64]) -> None:
         for slot in range(SLOTS):
-            here = [request for request in self.requests.values() if request.slot == slot]
+            here = [request for request in requests if request.slot == slot]
             unstarted = [request for request in here if request.streamed == 0]
             blocks = [math.ceil(request.prompt / BLOCK_SIZE) for request in unstarted]
             expected = {
-                "dispatched": self.dispatched[slot],
+                "dispatched": dispatched[slot],
                 "in_flight": len(here),
                 "urgent": sum(request.priority < 0 for request in here),
                 "unstarted": len(unstarted),
@@ -95,7 +116,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 "batched": len(here) - len(unstarted),
             }
             assert expected.keys() == {field.name for field in INSTANCE_FIELDS if field.source == "ledger"}
-            assert {name: self.instances[slot][name] for name in expected} == expected
+            assert {name: instances[slot][name] for name in expected} == expected
 
 
 TestLedgerMachine = LedgerMachine.TestCase

@@ -1,0 +1,1 @@
+"""Several processes behind one port, with one ledger: docs/decisions/0011-workers-share-memory.md."""
