@@ -304,6 +304,8 @@ class _Connection(asyncio.Protocol):
     # the exchanges
 
     def _handle(self, exchange: Exchange) -> None:
+        if exchange.closed:  # the client left before it was its turn
+            return
         self.active = exchange
         try:
             self.server.handler(exchange)
@@ -324,7 +326,7 @@ class _Connection(asyncio.Protocol):
         if not keep_alive or self.server.closing:
             self.transport.close()
         elif self.queue:
-            following = self.queue.popleft()
+            self.active = following = self.queue.popleft()  # what comes meanwhile is behind it
             self.queued_bytes -= len(following.body)
             self.server.loop.call_soon(self._handle, following)
 

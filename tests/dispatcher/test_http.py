@@ -235,6 +235,27 @@ def test_a_client_that_sends_ahead_and_leaves_is_seen_to_leave() -> None:
     run(test())
 
 
+def test_a_client_that_leaves_as_its_next_request_comes_up_is_seen_to_leave() -> None:
+    async def test() -> None:
+        handled: list[Exchange] = []
+        async with serving(handled.append) as server:
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(post(b"1") + post(b"2"))
+            async with asyncio.timeout(WAIT_S):
+                while not (handled and handled[0]._connection.queue):
+                    await asyncio.sleep(0.001)
+            handled[0]._connection.transport.abort()
+            handled[0].respond(200, b"")
+            async with asyncio.timeout(WAIT_S):
+                while server.connections:
+                    await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
+            writer.close()
+        assert [exchange.body for exchange in handled] == [b"1"]
+
+    run(test())
+
+
 def test_a_client_that_sends_too_far_ahead_is_cut_off() -> None:
     async def test() -> None:
         async with serving(lambda exchange: None, body_bytes=1000) as server:

@@ -26,12 +26,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Table]]:
 
 
 def test_it_begins_with_the_room_and_judges_every_cell(small: tuple[Path, list[Table]]) -> None:
-    room, summary, *against = small[1]
+    room, overview, summary, *against = small[1]
     assert room.title == "Room"
     assert [row[0].text for row in room.rows] == ["bursty at 0.95", "azure-conv at 0.95"]
     assert len(against) == 4
     assert [row[0].text for row in against[-1].rows] == ["bursty at 0.95, 2 instances"]
-    for table in (room, summary, *against):
+    assert overview.header[-1] == f"{STAND_IN} %"
+    judged = against[0].header.index("misses %")
+    assert [row[-1].text for row in overview.rows] == [row[judged].text for row in against[0].rows]
+    assert [row[1].text for row in overview.rows] == [row[1].text for row in room.rows]
+    for table in (room, overview, summary, *against):
         assert all(len(row) == len(table.header) for row in table.rows)
     verdicts = [row[summary.header.index("better") :] for row in summary.rows]
     assert [sum(int(cell.text) for cell in row) for row in verdicts] == [2, 2, 2, 2]
