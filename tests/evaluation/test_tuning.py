@@ -31,7 +31,7 @@ from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.slo import CHAT, TIGHT
 from fleetpilot.workloads.table import RequestTable, make_table
 
-PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
+DOCS = Path(__file__).parents[2] / "docs"
 A10 = load_profile("a10-llama-7b")
 L40S = load_profile("l40s-llama-3.1-8b")
 
@@ -225,8 +225,8 @@ def test_what_comes_with_fleetpilot_was_tuned_within_one_budget_and_is_no_worse_
             assert record["trials"] == budget["trials" if compiled else "trials_in_python"]
             assert record["commit"]
             assert record["command"] == "python tools/build_tuning.py"
-            if family in learned.names():
-                assert f"`{record['chosen']}`" in PAGE.read_text("utf-8")
+            page = "tuning.md" if family in learned.names() else "reproductions.md"
+            assert f"`{record['chosen']}`" in (DOCS / page).read_text("utf-8")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1}'])
