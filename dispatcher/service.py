@@ -506,9 +506,9 @@ class Dispatcher:
             mean[0] += _LEARNING_RATE * (relay.tokens - mean[0])
         if relay in self._held:
             self._held.remove(relay)
+            self._note_held()
         if relay in self._homeless:
             self._homeless.remove(relay)
-        self._note_held()
         self._tick()
 
     def _tell_outcome(self, relay: Relay, outcome: str) -> None:

@@ -162,6 +162,11 @@ class Journal:
         self._ends = ends
         self._read = int(ends[1])
 
+    @property
+    def is_read(self) -> bool:
+        """Whether there is nothing new."""
+        return bool(self._ends[0] == self._read)
+
     def read(self) -> Iterator[tuple[int, int, list[int]]]:
         """Kind, argument and further words of each new entry."""
         end, lap = self._ends.tolist()
