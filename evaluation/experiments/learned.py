@@ -6,8 +6,8 @@ the one that misses least over all cells is its opponent everywhere, for a fleet
 test windows, and both are chosen twice: of all baselines, and of those that serve every request. A baseline whose
 parameters were tuned for the workload (`fleetpilot.evaluation.tuned`, on development windows) stands for itself with
 these and with its defaults: whichever was better on the validation windows. The report begins with
-how far the best baseline is from rules that know what no dispatcher does. On fleets of sizes that no training has seen
-the policy meets the opponent that is best at the usual size.
+how far the best baseline is from rules that know what no dispatcher does. On fleets of sizes that no training has seen,
+and with telemetry of other ages, the policy meets the opponent that is best as usual.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Size(NamedTuple):
         cells: names of workloads; None: all.
         loads: None: all.
         sizes: of fleets besides the usual one; None: all.
+        delays: of telemetry besides the usual one; None: all.
     """
 
     windows: int | None = None
@@ -74,6 +75,7 @@ class Size(NamedTuple):
     cells: tuple[str, ...] | None = None
     loads: tuple[float, ...] | None = None
     sizes: tuple[int, ...] | None = None
+    delays: tuple[float, ...] | None = None
 
 
 @cache
@@ -128,16 +130,27 @@ def development(name: str) -> list[Scenario]:
     return cells(name, DEVELOPMENT, Size(windows=plan()["tuning"]["windows"]))
 
 
-def other_sizes(name: str, size: Size) -> list[Scenario]:
-    """A scenario's test windows on fleets of other sizes."""
-    of = plan()["sizes"]
+def elsewhere(name: str, size: Size) -> list[Scenario]:
+    """A scenario's test windows on fleets of other sizes, and with telemetry of other ages."""
+    of = plan()["elsewhere"]
     seeds = range(plan()["windows"][TEST], plan()["windows"][TEST] + (size.windows or plan()["windows"]["count"]))
     counts = of["instances"] if size.sizes is None else size.sizes
-    return [of_environment(name, of["load"], seeds, size.share * of["share"], count) for count in counts]
+    delays = of["poll_delay_s"] if size.delays is None else size.delays
+    given = name, of["load"], seeds, size.share * of["share"]
+    return [
+        *(of_environment(*given, instances=count) for count in counts),
+        *(of_environment(*given, poll_delay_s=delay_s) for delay_s in delays),
+    ]
 
 
 def of_environment(
-    name: str, load: float, seeds: Sequence[int], share: float, instances: int | None = None
+    name: str,
+    load: float,
+    seeds: Sequence[int],
+    share: float,
+    *,
+    instances: int | None = None,
+    poll_delay_s: float | None = None,
 ) -> Scenario:
     """Episodes of an environment, with the hardware of the profile and telemetry that is late by a fixed time."""
     fleet = plan()["fleet"]
@@ -147,7 +160,7 @@ def of_environment(
         scored_requests=max(1, round(share * plan()["scenarios"][name])),
         hardware_error=0.0,
         poll_interval_s=fleet["poll_interval_s"],
-        poll_delay_s=fleet["poll_delay_s"],
+        poll_delay_s=fleet["poll_delay_s"] if poll_delay_s is None else poll_delay_s,
         predicted_share=1.0,
         predictor_error=fleet["predictor_error"],
         rebalancing=None,
@@ -157,6 +170,7 @@ def of_environment(
     episodes = [scenario.draw(np.random.default_rng(seed), limits, {}, length=1.0) for seed in seeds]
     tables = tuple(episode.table for episode in episodes)
     title = cell_name(name, load) + (f", {instances} instances" if instances else "")
+    title += "" if poll_delay_s is None else f", polls {poll_delay_s:g} s late"
     return Scenario(title, tables, episodes[0].fleet, family=name, load=load)
 
 
@@ -238,7 +252,7 @@ def run(
 
     Returns:
         The room; what all miss, cell by cell; then for each policy all cells together, each cell against the best
-        baseline of each group, and fleets of other sizes.
+        baseline of each group, and fleets of other sizes and with other telemetry.
     """
     chosen = [name for name in names() if size.cells is None or name in size.cells]
     misses: dict[str, dict[str, float]] = {}
@@ -263,9 +277,9 @@ def run(
         for result in _collected(runs, scenarios):
             opponents = {title: group.of[result.name] for title, group in groups.items()}
             found.append(Cell(result.name, opponents, {policy.policy: policy for policy in result.policies}))
-    usual = [name for name in chosen if cell_name(name, plan()["sizes"]["load"]) in misses]
-    sizes = _of_other_sizes(usual, policies, groups, out, workers, size)
-    answers = [table for policy in policies for table in _answers(policy, groups, found, sizes)]
+    usual = [name for name in chosen if cell_name(name, plan()["elsewhere"]["load"]) in misses]
+    others = _elsewhere(usual, policies, groups, out, workers, size)
+    answers = [table for policy in policies for table in _answers(policy, groups, found, others)]
     return [_room(misses, groups), _overview(policies, groups, found), *answers]
 
 
@@ -283,7 +297,7 @@ def _best(misses: dict[str, dict[str, float]], others: set[str]) -> Opponents:
     return Opponents(of, min(everywhere, key=lambda names: np.mean([misses[cell][names[cell]] for cell in misses])))
 
 
-def _of_other_sizes(
+def _elsewhere(
     chosen: Sequence[str],
     policies: Sequence[str],
     groups: dict[str, Opponents],
@@ -291,11 +305,11 @@ def _of_other_sizes(
     workers: int | None,
     size: Size,
 ) -> list[Cell]:
-    """Against the opponents of the usual size."""
+    """Against the usual opponents."""
     found = []
-    for name in [name for name in plan()["sizes"]["scenarios"] if name in chosen]:
-        scenarios = other_sizes(name, size)
-        opponents = {title: group.of[cell_name(name, plan()["sizes"]["load"])] for title, group in groups.items()}
+    for name in [name for name in plan()["elsewhere"]["scenarios"] if name in chosen]:
+        scenarios = elsewhere(name, size)
+        opponents = {title: group.of[cell_name(name, plan()["elsewhere"]["load"])] for title, group in groups.items()}
         met = [*dict.fromkeys([*policies, *opponents.values()])]
         runs = evaluate(scenarios, met, out, seeds=range(size.seeds), workers=workers)
         for result in _collected(runs, scenarios):
@@ -362,7 +376,7 @@ def _overview(policies: Sequence[str], groups: dict[str, Opponents], found: Sequ
     return Table("What is missed", [*header, *(f"{policy} %" for policy in policies)], rows, note)
 
 
-def _answers(policy: str, groups: dict[str, Opponents], found: Sequence[Cell], sizes: Sequence[Cell]) -> list[Table]:
+def _answers(policy: str, groups: dict[str, Opponents], found: Sequence[Cell], others: Sequence[Cell]) -> list[Table]:
     """Of one learned policy."""
 
     def against(cells_of: Sequence[Cell], title: str) -> Pairs:
@@ -377,7 +391,7 @@ def _answers(policy: str, groups: dict[str, Opponents], found: Sequence[Cell], s
     return [
         _summary(policy, rows),
         *(_cells(f"{policy}: against the best of {title} in each cell", against(found, title)) for title in groups),
-        *(_cells(f"{policy}: fleets of other sizes, against {title}", against(sizes, title)) for title in groups),
+        *(_cells(f"{policy}: other sizes and telemetry, against {title}", against(others, title)) for title in groups),
     ]
 
 

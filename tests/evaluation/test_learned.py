@@ -15,7 +15,7 @@ from fleetpilot.evaluation.experiments.learned import TEST, VALIDATION, Size, ce
 from fleetpilot.evaluation.tables import Table
 from fleetpilot.evaluation.tuned import OURS, read_tuned
 
-SMALL = Size(windows=2, share=0.05, seeds=1, cells=("bursty", "azure-conv"), loads=(0.95,), sizes=(2,))
+SMALL = Size(windows=2, share=0.05, seeds=1, cells=("bursty", "azure-conv"), loads=(0.95,), sizes=(2,), delays=(0.5,))
 STAND_IN = "join-shortest-queue"
 
 
@@ -30,7 +30,10 @@ def test_it_begins_with_the_room_and_judges_every_cell(small: tuple[Path, list[T
     assert room.title == "Room"
     assert [row[0].text for row in room.rows] == ["bursty at 0.95", "azure-conv at 0.95"]
     assert len(against) == 4
-    assert [row[0].text for row in against[-1].rows] == ["bursty at 0.95, 2 instances"]
+    assert [row[0].text for row in against[-1].rows] == [
+        "bursty at 0.95, 2 instances",
+        "bursty at 0.95, polls 0.5 s late",
+    ]
     assert overview.header[-1] == f"{STAND_IN} %"
     judged = against[0].header.index("misses %")
     assert [row[-1].text for row in overview.rows] == [row[judged].text for row in against[0].rows]
@@ -61,7 +64,7 @@ def test_opponents_are_chosen_on_windows_that_do_not_score(
     chosen_with = [policies for _, policies in ran if policies in fields]
     scored_with = [policies for _, policies in ran if policies[0] == STAND_IN]
     assert len(chosen_with) == 4
-    assert len(scored_with) == 4 + 2, "of one workload on a fleet of another size"
+    assert len(scored_with) == 4 + 4, "of one workload on a fleet of another size, and with other telemetry"
 
 
 @pytest.mark.parametrize("name", learned.names())
