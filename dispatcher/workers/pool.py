@@ -227,7 +227,8 @@ class Workers:
             worker.ready.set_exception(OSError(reason))
 
     def _told(self, worker: _Worker, number: int | None, tally: Tally) -> None:
-        worker.tally = tally
+        shown = worker.tally if number is None else tally  # nobody asked what there is to look at
+        worker.tally = dataclasses.replace(tally, migrations=shown.migrations, recent=shown.recent)
         if number in self._questions:
             self._questions[number].has_answered(worker.row)
 

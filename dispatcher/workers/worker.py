@@ -145,7 +145,7 @@ class _Worker:
         self._tell_for_ever()
 
     def _tell_for_ever(self) -> None:
-        self._channel.send("told", None, self._dispatcher.tally())
+        self._channel.send("told", None, self._dispatcher.tally().past())
         asyncio.get_running_loop().call_later(_TOLD_S, self._tell_for_ever)
 
     def _tell(self, number: int, watched: bool) -> None:
@@ -159,7 +159,7 @@ class _Worker:
 
     async def _stop(self, grace_s: float) -> None:
         await self._dispatcher.stop(grace_s)
-        self._channel.send("told", None, self._dispatcher.tally())
+        self._channel.send("told", None, self._dispatcher.tally().past())
         self._ended.set()
 
 
