@@ -184,7 +184,7 @@ class LearnedPolicy(CompiledPolicy):
         self._fallback = other  # must live
         self.admission = admission
         named = isinstance(admission, str)
-        self._gate = require_compiled("admission", baselines.load_policy(str(admission))) if named else None
+        self._gate = _gate(str(admission)) if named else None
         self._address = self._memory.address
         own = admission if isinstance(admission, Admission) else None
         self.network = network
@@ -276,6 +276,13 @@ def _idle(instances: Any) -> bool:
 
 
 _any_idle = _idle if UNCOMPILED else numba.njit(nogil=True)(_idle)
+
+
+def _gate(admission: str) -> CompiledPolicy:
+    try:
+        return require_compiled("admission", baselines.load_policy(admission))
+    except ValueError as error:
+        raise ValueError(f"admission = {admission!r}: {error}") from None
 
 
 def _checked(slot: int, instances: Any, requests: Any, fleets: Any, late: float, cold: float) -> int:

@@ -158,6 +158,8 @@ class ServeConfig:
         Raises:
             ValueError: naming the field, its value and what was expected.
         """
+        if not all(self.api_keys):
+            raise ValueError("api_keys: one is empty; expected texts")
         for name, low, high in (
             ("poll_interval_s", 0.01, 60.0),
             ("rebalance_interval_s", 0.01, 3600.0),
@@ -274,8 +276,8 @@ def load_config(
     values: dict[str, Any] = {}
     if file is not None:
         try:
-            table = tomllib.loads(Path(file).read_text())
-        except tomllib.TOMLDecodeError as error:
+            table = tomllib.loads(Path(file).read_text("utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{file}: expected TOML: {error}") from None
         for name, value in table.items():
             if name not in kinds:
@@ -309,7 +311,10 @@ def _of_kind(name: str, value: Any, kind: Any) -> Any:
 def _from_text(name: str, text: str, kind: Any) -> Any:
     """A value of an environment variable."""
     if get_origin(kind) is tuple:
-        return tuple(part for part in text.split(",") if part)
+        parts = tuple(part.strip() for part in text.split(","))
+        if not all(parts):
+            raise ValueError(f"{name}: expected texts with commas between them, none of them empty")
+        return parts
     if kind is bool:
         if text.lower() not in ("1", "0", "true", "false"):
             raise ValueError(f"{name} = {text!r}: expected true or false")

@@ -186,7 +186,11 @@ class Dispatcher:
         tls = None
         if config.tls_cert:
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            tls.load_cert_chain(config.tls_cert, config.tls_key)
+            try:
+                tls.load_cert_chain(config.tls_cert, config.tls_key)
+            except OSError as error:
+                files = f"tls_cert = {config.tls_cert!r}, tls_key = {config.tls_key!r}"
+                raise OSError(f"{files}: {error.strerror or error}") from None
         limits = Limits(
             body_bytes=config.max_body_bytes, connections=math.ceil(config.max_connections / config.workers)
         )

@@ -23,12 +23,16 @@ def read_tuned(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
         ValueError: it is no such file, or one of another format.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
         found, families = content["format"], content["families"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        names = [policy["chosen"] for chosen in families.values() for policy in chosen.values()]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path}: expected a file that fleetpilot tune wrote") from None
     if found != FORMAT:
         raise ValueError(f"{path}: format = {found!r}: expected {FORMAT}")
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"{path}: chosen = {name!r}: expected a policy's name")
     return families  # type: ignore[no-any-return]
 
 

@@ -216,10 +216,10 @@ def _arguments(changes: Changes) -> dict[str, Any]:
     arguments = {}
     for name, value in changes.items():
         if name in _TABLES:
-            try:
-                arguments[name] = _TABLES[name](**value)
-            except TypeError as error:
-                raise ValueError(f"{name} = {dict(value)!r}: {error}") from None
+            fields = [each.name for each in dataclasses.fields(_TABLES[name])]
+            if not isinstance(value, Mapping) or set(value) - set(fields):
+                raise ValueError(f"{name} = {value!r}: expected a table with some of {', '.join(fields)}")
+            arguments[name] = _TABLES[name](**value)
         else:
             arguments[name] = tuple(value) if isinstance(value, list) and name != "kinds" else value
     return arguments

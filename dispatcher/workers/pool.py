@@ -35,8 +35,8 @@ _ANSWER_S = 1.0
 """A worker that does not say so soon what it counted counts with what it said last."""
 _START_S = 60.0
 _STOP_S = 5.0
-_RESTART_S = 1.0
-"""Between two starts of a worker, at least."""
+_RESTART_S, _MOST_RESTART_S = 1.0, 30.0
+"""Between two starts of a worker, at least; twice as long after each that did not come up."""
 
 
 @dataclass(eq=False)
@@ -111,18 +111,21 @@ class Workers:
         """
         self._dispatcher = dispatcher
         dispatcher.fleet.on_change = lambda engine: self.tell("engine", *_news(engine))
-        self._reserved = _reserve(self._config.host, self._config.port)
+        host, port = self._config.host, self._config.port
+        try:
+            self._reserved = _reserve(host, port)
+        except OSError as error:
+            raise OSError(f"host = {host!r}, port = {port}: {error.strerror or error}") from None
         self.port = int(self._reserved[0].getsockname()[1])
         rows = range(1, 1 + self._config.workers)
         started = await asyncio.gather(*(self._start(row) for row in rows))
         self._keepers = [asyncio.get_running_loop().create_task(self._keep(worker)) for worker in started]
         await asyncio.wait([worker.ready for worker in started], timeout=_START_S)
-        for worker in started:
-            late = OSError(f"a worker was not ready within {_START_S:g} s")
-            error = worker.ready.exception() if worker.ready.done() else late
-            if error is not None:
-                await self.close()
-                raise error
+        late = OSError(f"a worker was not ready within {_START_S:g} s")
+        errors = [worker.ready.exception() if worker.ready.done() else late for worker in started]
+        for failure in filter(None, errors):
+            await self.close()
+            raise failure
         self._opened = True
 
     async def close(self, grace_s: float = 0.0) -> None:
@@ -188,12 +191,15 @@ class Workers:
 
     async def _keep(self, worker: _Worker) -> None:
         """Replace a worker whenever it ends."""
+        pause_s = _RESTART_S
         while True:
-            earliest_s = time.monotonic() + _RESTART_S
+            earliest_s = time.monotonic() + pause_s
             status = await worker.process.wait()
             await worker.ended.wait()  # what it said last has been heard
             if not worker.ready.done():
                 worker.ready.set_exception(OSError(f"a worker ended with status {status} while it started"))
+            failed = worker.ready.exception() is not None
+            pause_s = min(2.0 * pause_s, _MOST_RESTART_S) if failed else _RESTART_S
             if self._opened and not self._closing:
                 self._lost(worker, status)
                 await asyncio.sleep(earliest_s - time.monotonic())

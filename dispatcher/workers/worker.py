@@ -128,7 +128,11 @@ class _Worker:
         from fleetpilot.dispatcher.service import Dispatcher
 
         self._link = Link(place, self._channel)
-        self._dispatcher = Dispatcher(place.config, link=self._link)
+        try:
+            self._dispatcher = Dispatcher(place.config, link=self._link)
+        except (OSError, ValueError) as error:  # a policy's folder may have gone meanwhile
+            self._fail(error)
+            return
         for engine in engines:
             self._dispatcher.hear(*engine)
         self._run(self._start())
@@ -137,12 +141,15 @@ class _Worker:
         try:
             await self._dispatcher.start()
         except OSError as error:
-            self._channel.send("failed", str(error))
-            self._ended.set()
+            self._fail(error)
             return
         gc.freeze()
         self._channel.send("ready")
         self._tell_for_ever()
+
+    def _fail(self, error: Exception) -> None:
+        self._channel.send("failed", str(error))
+        self._ended.set()
 
     def _tell_for_ever(self) -> None:
         self._channel.send("told", None, self._dispatcher.tally().past())

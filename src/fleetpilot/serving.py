@@ -201,11 +201,20 @@ async def _reload(dispatcher: Any, load: Callable[[], Any]) -> None:
     """Read the settings again; where they cannot be, all stays as it is."""
     try:
         read = load()
-        if read.emulate:
-            read = dataclasses.replace(read, emulate=0, engines=dispatcher.config.engines)
+    except (ValueError, OSError) as error:
+        dispatcher.counts["failed_reloads"] += 1
+        _not_reloaded(error)
+        return
+    if read.emulate:
+        read = dataclasses.replace(read, emulate=0, engines=dispatcher.config.engines)
+    try:
         await dispatcher.reload(read)
     except (ValueError, OSError) as error:
-        logging.getLogger("fleetpilot.dispatcher").warning("not reloaded, nothing has changed: %s", error)
+        _not_reloaded(error)
+
+
+def _not_reloaded(error: Exception) -> None:
+    logging.getLogger("fleetpilot.dispatcher").warning("not reloaded, nothing has changed: %s", error)
 
 
 async def _emulated(config: Any, stack: contextlib.AsyncExitStack) -> Any:

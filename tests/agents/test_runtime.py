@@ -342,7 +342,11 @@ def test_an_export_says_what_it_turns_away_and_its_name_can_say_otherwise(tmp_pa
 
 @pytest.mark.parametrize(
     ("admission", "message"),
-    [("best", "policy 'best' is not known"), ("oracle-past-future", "admission"), ("preble", "expected a compiled")],
+    [
+        ("best", "admission = 'best': policy 'best' is not known"),
+        ("oracle-past-future", "admission"),
+        ("preble", "expected a compiled"),
+    ],
 )
 def test_an_admission_that_cannot_be_is_refused(admission: str, message: str, exported: Path) -> None:
     with pytest.raises(ValueError, match=message):

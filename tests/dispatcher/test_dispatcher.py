@@ -12,7 +12,7 @@ import pytest
 from scripted import WAIT_S, ScriptedEngine, a_fleet, ask, expected_text, run, text_of, until
 
 from fleetpilot.dispatcher import telemetry
-from fleetpilot.dispatcher.config import ServeConfig
+from fleetpilot.dispatcher.config import ServeConfig, load_config
 from fleetpilot.dispatcher.engine import EngineState
 from fleetpilot.dispatcher.http.client import CallError, HttpClient
 from fleetpilot.dispatcher.relay import Relay
@@ -522,6 +522,16 @@ def test_the_fallback_decides_where_the_policy_cannot(how: str, reason: str) -> 
             assert dispatcher.fleet.host.fallbacks[reason] == 1
 
     run(test)
+
+
+@pytest.mark.parametrize("text", ["", " ", ",", "a,,b"])
+def test_an_empty_key_opens_nothing(text: str) -> None:
+    engines, name = {"engines": ("http://127.0.0.1:1",)}, "FLEETPILOT_SERVE_API_KEYS"
+    with pytest.raises(ValueError, match=f"{name}: expected texts with commas between them, none of them empty"):
+        load_config(engines, None, {name: text})
+    assert load_config(engines, None, {name: "a, b"}).api_keys == ("a", "b")
+    with pytest.raises(ValueError, match="api_keys: one is empty"):
+        ServeConfig(**engines, api_keys=("",))
 
 
 def test_keys_are_asked_for_and_kept_from_engines() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import orjson
 import pytest
 from scripted import WAIT_S, ScriptedEngine, a_fleet, ask, expected_text, run, text_of, until
 
+from fleetpilot.agents import SHIPPED
+from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.decision_log import read_log
 from fleetpilot.dispatcher.engine import EngineState
 from fleetpilot.dispatcher.http.client import Answer, CallError, HttpClient
@@ -388,6 +391,10 @@ def test_serve_starts_reloads_and_drains_workers(tmp_path: Path) -> None:
         configure("round-robin")
         process.send_signal(signal.SIGHUP)
         await line_with("reloaded: policy round-robin")
+        settings.write_text("policy = [")
+        process.send_signal(signal.SIGHUP)
+        await line_with("not reloaded, nothing has changed")
+        assert (await samples(mine))['fleetpilot_events_total{event="failed_reloads"}'] == 1
         engine.token_s = 0.02
         streams = [Running(mine, tokens=50), Running(other, tokens=50)]
         await until(lambda: engine.running == 2)
@@ -406,11 +413,44 @@ def test_an_address_that_others_listen_at_is_refused() -> None:
             for workers in (1, 2):
                 config = replace(dispatcher.config, workers=workers, port=dispatcher.port, engines=(engines[0].url,))
                 second = Dispatcher(config)
-                with pytest.raises(OSError, match="in use"):
+                with pytest.raises(OSError, match=f"{dispatcher.port}.*in use"):
                     await second.start()
                 await second.stop()
 
     run(test)
+
+
+def test_a_certificate_that_is_not_there_is_named_by_whoever_reads_it() -> None:
+    async def test() -> None:
+        for workers in (1, 2):
+            config = ServeConfig(engines=("http://127.0.0.1:1",), workers=workers, port=0, tls_cert="/c", tls_key="/k")
+            dispatcher = Dispatcher(config)
+            with pytest.raises(OSError, match="tls_cert = '/c', tls_key = '/k': No such file"):
+                await dispatcher.start()
+            await dispatcher.stop()
+
+    run(test)
+
+
+def test_a_worker_whose_policy_has_gone_says_so_and_comes_when_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(SHIPPED["learned"], folder)
+
+    async def test() -> None:
+        async with a_fleet(1, policy=str(folder), workers=2) as (dispatcher, client, _):
+            folder.rename(tmp_path / "gone")
+            os.kill(pids(dispatcher)[0], signal.SIGKILL)
+            await until(lambda: f"{folder}: expected the folder" in caplog.text)
+            assert (await ask(client)).status == 200  # of the other one
+            (tmp_path / "gone").rename(folder)
+            async with asyncio.timeout(WAIT_S):
+                while await worker_of(HttpClient(client.origin)) in ("0", "1"):
+                    await asyncio.sleep(0.05)
+
+    run(test)
+    assert "Traceback" not in caplog.text
 
 
 def test_policies_that_keep_a_state_are_refused() -> None:

@@ -229,14 +229,29 @@ def test_what_comes_with_fleetpilot_was_tuned_within_one_budget_and_is_no_worse_
             assert f"`{record['chosen']}`" in (DOCS / page).read_text("utf-8")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1}'])
-def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"format": 1}',
+        b'{"format": 1, "families": null}',
+        b'{"format": 1, "families": {"chat": [1]}}',
+        b'{"format": 1, "families": {"chat": {"llumnix": {}}}}',
+        b'"\xff"',
+    ],
+)
+def test_another_file_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(ValueError, match="expected a file that fleetpilot tune wrote"):
         read_tuned(path)
     path.write_text(json.dumps({"format": 2, "families": {}}))
     with pytest.raises(ValueError, match="format = 2: expected 1"):
+        read_tuned(path)
+    path.write_text(json.dumps({"format": 1, "families": {"chat": {"llumnix": {"chosen": 5}}}}))
+    with pytest.raises(ValueError, match="chosen = 5: expected a policy's name"):
         read_tuned(path)
 
 

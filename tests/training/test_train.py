@@ -212,6 +212,14 @@ def test_training_ends_early_when_it_gets_no_better(tmp_path: Path) -> None:
             "environment = 'fleetpilot/Dispatch-v0'\ndecisions = 1\n[scenarios.steady]\nlod = 1",
             r"mine\.toml: scenarios: steady: .*'lod' is not known",
         ),
+        (
+            "environment = 'fleetpilot/Dispatch-v0'\ndecisions = 1\n[scenarios.steady]\nadmission = 1",
+            "admission = 1: expected a table with some of late, cold",
+        ),
+        (
+            "environment = 'fleetpilot/Dispatch-v0'\ndecisions = 1\n[scenarios.steady]\nadmission = { foo = 1 }",
+            "admission = {'foo': 1}: expected a table with some of late, cold",
+        ),
         ("decisions = ", "not TOML"),
     ],
 )
