@@ -370,7 +370,7 @@ class Relay:
     def _client_left(self) -> None:
         if self._attempt is not None:
             self._attempt.call.cancel()
-        self._end("client left")
+        self._end("failed" if self.dispatcher.cuts else "client left")
 
     def _client_reads_again(self) -> None:
         if self._attempt is not None:

@@ -155,6 +155,11 @@ class Dispatcher:
         assert self._server is not None
         return self._server.port
 
+    @property
+    def cuts(self) -> bool:
+        """Whether it stops and cuts what is left."""
+        return isinstance(self._server, HttpServer) and self._server.cuts
+
     async def start(self) -> None:
         """Listen, and watch the engines.
 

@@ -362,6 +362,7 @@ class HttpServer:
 
     Attributes:
         port: that it listens on.
+        cuts: it has closed and ends what is left: clients that go now do not leave by themselves.
     """
 
     def __init__(self, handler: Handler, limits: Limits):
@@ -370,6 +371,7 @@ class HttpServer:
         self.loop = asyncio.get_running_loop()
         self.connections: set[_Connection] = set()
         self.closing = False
+        self.cuts = False
         self.port = 0
         self._server: asyncio.Server
         self._sweeper: asyncio.TimerHandle
@@ -398,6 +400,7 @@ class HttpServer:
         deadline_s = self.loop.time() + grace_s
         while self.connections and self.loop.time() < deadline_s:
             await asyncio.sleep(0.05)
+        self.cuts = True
         for connection in list(self.connections):
             connection.transport.abort()
         with contextlib.suppress(asyncio.TimeoutError):

@@ -23,7 +23,7 @@ from fleetpilot.dispatcher.config import ServeConfig
 from fleetpilot.dispatcher.decision_log import FILES, DecisionLog, log_files, read_log
 from fleetpilot.dispatcher.decisions import BY_POLICY, Decided, view_fields, view_of
 from fleetpilot.dispatcher.emulator import EmulatedFleet
-from fleetpilot.dispatcher.http.client import HttpClient
+from fleetpilot.dispatcher.http.client import CallError, HttpClient
 from fleetpilot.dispatcher.policy_host import PolicyHost
 from fleetpilot.dispatcher.service import Dispatcher
 from fleetpilot.fleet.policy import require_compiled
@@ -97,6 +97,23 @@ def test_an_engine_that_dies_and_a_client_that_leaves_are_outcomes(tmp_path: Pat
     assert (survivor["outcome"], survivor["failovers"], survivor["output_tokens"]) == ("finished", 1, 40)
     assert [r["request"] for r in records(path, "decision")] == [survivor["request"]] * 2 + [left["request"]]
     assert (left["outcome"], left["output_tokens"], left["finish_reason"]) == ("client left", 5, None)
+
+
+def test_a_stream_that_a_stop_cuts_has_failed_and_its_client_has_not_left(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+
+    async def test() -> None:
+        async with a_fleet(1, decision_log=str(path)) as (dispatcher, client, (engine,)):
+            engine.stall_after = 5
+            cut = asyncio.create_task(ask(client))
+            await until(lambda: any(relay.tokens == 5 for at in dispatcher.at for relay in at.values()))
+            await dispatcher.stop()
+            with pytest.raises(CallError):
+                await cut
+
+    run(test)
+    (record,) = records(path, "outcome")
+    assert record["outcome"] == "failed"
 
 
 class Leveller:
