@@ -36,7 +36,7 @@ class ServeConfig:
         engines: base URLs of vLLM servers.
         engines_file: a file of such URLs, one per line, read every second: new ones join, missing ones drain and leave.
         emulate: instead of engines, so many emulated ones of `profile`; needs no vLLM and no GPU.
-        policy: a baseline's name, or the folder of an exported policy, with parameters behind a ``?``.
+        policy: a baseline's name, ``learned``, or the folder of an exported policy, with parameters behind a ``?``.
         fallback: the baseline that decides where the policy cannot.
         profile: of the engines, by name or TOML file: the constants that policies read.
         slo: class of targets that policies are told all requests have: `chat`, `tight`, `loose` or `length-scaled`.

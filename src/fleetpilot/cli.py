@@ -713,7 +713,7 @@ def _add_evaluate(commands: Any) -> None:
         "Runs that are in the folder already are not run again: after Ctrl-C the same command goes on.\n\n"
         "examples:\n"
         "  fleetpilot evaluate --policies all --workload trace.csv --drop-over-length --load 0.8,0.95 --segments 10\n"
-        "  fleetpilot evaluate --policies round-robin,lmetric --workload 'twin/azure-conv' --instances 12 -o runs/two\n"
+        "  fleetpilot evaluate --policies round-robin,lmetric --workload twin/azure-code --instances 12 -o runs/two\n"
         "  fleetpilot evaluate --tuned --family azure-conv --workload twin/azure-conv --drop-over-length --load 0.95\n"
         "  fleetpilot evaluate --experiment llumnix-motivation\n",
     )

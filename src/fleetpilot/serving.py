@@ -191,7 +191,7 @@ async def _serve_engines(config: Any, load: Callable[[], Any], stack: contextlib
     url = f"{scheme}://{config.host}:{dispatcher.port}"
     print(f"serving {engines} with {config.policy} at {url}/v1, live page at {url}/dashboard", flush=True)
     await stopped.wait()
-    print("requests on their way may end; interrupt again to stop at once", file=sys.stderr)
+    print(f"requests on their way may end within {_GRACE_S:g} s; interrupt again to stop at once", file=sys.stderr)
     stopped.clear()
     drained = asyncio.create_task(dispatcher.stop(grace_s=_GRACE_S))
     await asyncio.wait((drained, asyncio.create_task(stopped.wait())), return_when=asyncio.FIRST_COMPLETED)
