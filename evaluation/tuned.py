@@ -50,6 +50,6 @@ def tuned_names(path: Path, family: str, policies: Sequence[str]) -> list[str]:
     """
     families = read_tuned(path)
     if family not in families:
-        raise ValueError(f"{path}: family {family!r} is not there; expected one of {', '.join(families)}")
+        raise ValueError(f"{path}: family {family!r} is not there; expected one of {', '.join(families)} (--family)")
     chosen = families[family]
     return [chosen[policy]["chosen"] if policy in chosen else policy for policy in policies]
