@@ -179,4 +179,6 @@ def _write_onnx(scorer: SetScorer, path: Path) -> None:
             dynamo=True,
             verbose=False,
         )
+    for node in program.model.graph:
+        node.metadata_props.clear()  # where in whose files each came from
     program.save(str(path), external_data=False)

@@ -52,6 +52,7 @@ def test_it_meets_more_targets_than_policies_that_look_at_less(shipped: LearnedP
 @pytest.mark.parametrize("instances", [2, 16, 64])
 def test_its_network_for_other_runtimes_says_the_same(shipped: LearnedPolicy, instances: int) -> None:
     pytest.importorskip("onnxruntime")
+    assert b".py" not in (SHIPPED[shipped.name] / "policy.onnx").read_bytes()  # no trace of whose files made it
     onnx = OnnxNetwork(SHIPPED[shipped.name])
     envs = FleetVectorEnv(16, scenario="bursty", instances=instances, scored_requests=30)
     observations, _ = envs.reset(seed=5)
