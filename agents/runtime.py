@@ -30,7 +30,15 @@ from fleetpilot.agents.schema import ARRAYS, SCHEMA_VERSION, feature_schema, siz
 from fleetpilot.fleet.admission import Admission, admission_array, is_late
 from fleetpilot.fleet.features import KINDS, features, features_for
 from fleetpilot.fleet.jit import UNCOMPILED, function_pointer
-from fleetpilot.fleet.policy import CHOOSE_SIGNATURE, CompiledPolicy, Policy, answers, choose_at, require_compiled
+from fleetpilot.fleet.policy import (
+    CHOOSE_SIGNATURE,
+    CompiledPolicy,
+    Policy,
+    answers,
+    choose_at,
+    kind_bits,
+    require_compiled,
+)
 from fleetpilot.fleet.view import KIND_DISPATCH, NONE, REJECT, Decision, FleetView, empty_view
 
 FORMAT = "fleetpilot-policy"
@@ -176,9 +184,9 @@ class LearnedPolicy(CompiledPolicy):
             np.ascontiguousarray(low, np.float32),
             np.ascontiguousarray(high, np.float32),
             MODES.index(mode),
-            sum(1 << kind for kind in network.kinds),
+            kind_bits(network.kinds),
             other,
-            sum(1 << kind for kind in other.kinds),
+            kind_bits(other.kinds),
         )
         self.fallback = fallback
         self._fallback = other  # must live
@@ -223,7 +231,7 @@ class LearnedPolicy(CompiledPolicy):
 
             return numba.cfunc(CHOOSE_SIGNATURE, nogil=True)(in_time)
         assert self._gate is not None
-        gate, kinds = int(self._gate.address), sum(1 << kind for kind in self._gate.kinds)
+        gate, kinds = int(self._gate.address), kind_bits(self._gate.kinds)
 
         def admit(instances: Any, requests: Any, fleets: Any) -> int:
             asked = answers(kinds, fleets[0].kind) and not _any_idle(instances)

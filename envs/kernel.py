@@ -262,6 +262,7 @@ def step_rows(
     ended = 0
     now = np.empty(COSTS)
     none = instances.shape[1]
+    rejects = admission[0] < np.inf
     for e in range(first, last):
         if e + 2 < last:
             cluster.prefetch_arrival(s, e + 2)
@@ -273,8 +274,13 @@ def step_rows(
         env = env_at(s, e)
         action = actions[e]
         choice = NIL if action == none else (action if 0 <= action < none else none)
-        dispatched = env.decision_kind == KIND_DISPATCH and 0 <= choice < none and instances[e, choice].candidate != 0
-        if dispatched and is_late(instances[e, choice], request[e], admission[0], admission[1]):
+        if (
+            rejects
+            and env.decision_kind == KIND_DISPATCH
+            and 0 <= choice < none
+            and instances[e, choice].candidate != 0
+            and is_late(instances[e, choice], request[e], admission[0], admission[1])
+        ):
             choice = REJECT
         cluster.apply(s, e, choice)
         status = cluster.advance(s, e)

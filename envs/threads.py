@@ -86,7 +86,7 @@ class Stepper:
     ):
         rows = len(episodes)
         step_us = rows * (_ROW_US + _INSTANCE_US * cluster.size.instances)
-        threads = max(1, min(threads, rows, int(step_us / LEAST_US) if LEAST_US else threads))
+        threads = max(1, min(threads, rows, int(step_us / LEAST_US)))
         lead = min(_LEAD_ROWS, rows // 4) if threads > 1 else 0
         edges = [0, *(lead + (rows - lead) * part // threads for part in range(1, threads + 1))]
         parts = [

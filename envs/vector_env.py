@@ -29,7 +29,7 @@ from fleetpilot.envs.threads import Stepper
 from fleetpilot.fleet.admission import admission_array
 from fleetpilot.fleet.features import KINDS, Feature, feature_arrays, feature_scratch, features, features_for
 from fleetpilot.fleet.jit import UNCOMPILED
-from fleetpilot.fleet.policy import CompiledPolicy, require_compiled
+from fleetpilot.fleet.policy import CompiledPolicy, kind_bits, require_compiled
 from fleetpilot.fleet.view import (
     KIND_DECODE,
     KIND_DESTINATION,
@@ -110,10 +110,6 @@ def _deciders(kinds: tuple[int, ...], others: CompiledPolicy | None, *, pools: b
     if KIND_DISPATCH in kinds:
         answered -= {KIND_PREFILL, KIND_DECODE} - set(kinds)
     return answered
-
-
-def _bits(kinds: Collection[int]) -> int:
-    return sum(1 << kind for kind in set(kinds))
 
 
 @dataclass(frozen=True)
@@ -205,8 +201,8 @@ class FleetVectorEnv(VectorEnv[Observations, NDArray[np.int64], NDArray[Any]]):
         warm_up = require_compiled("warm_up", load_policy(self.scenario.warm_up))
         self._policies = warm_up, other_policy or warm_up  # they must live
         second = self._policies[1]
-        self._deciders: tuple[int, Any, int] = _bits(self._kinds), second.address, _bits(second.kinds)
-        self._warm_up: tuple[Any, int] = warm_up.address, _bits(warm_up.kinds)
+        self._deciders: tuple[int, Any, int] = kind_bits(self._kinds), second.address, kind_bits(second.kinds)
+        self._warm_up: tuple[Any, int] = warm_up.address, kind_bits(warm_up.kinds)
         self._cluster = ClusterBatch(self.scenario.size(num_envs, instances))
         self._episodes: NDArray[np.void] = np.zeros(num_envs, EPISODE)
         if UNCOMPILED:

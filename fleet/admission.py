@@ -45,8 +45,6 @@ def admission_array(admission: Admission | None) -> NDArray[np.float64]:
 @kernel
 def is_late(instance: Any, request: Any, late: float, cold: float) -> bool:
     """Whether the request is turned away that would go to the instance: see `Admission`."""
-    if late == math.inf:
-        return False
     limit_s = late * request.ttft_target_s
     if not request.waited_s + ttft_s(instance, request) > limit_s:
         return False

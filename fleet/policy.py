@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -75,6 +75,11 @@ class Range(NamedTuple):
     log: bool = False
     whole: bool = False
     kind: int = KIND_DISPATCH
+
+
+def kind_bits(kinds: Iterable[int]) -> int:
+    """A bit for each kind of decision, for `knows` and `answers`."""
+    return sum(1 << kind for kind in set(kinds))
 
 
 @inlined

@@ -13,4 +13,4 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture
 def shared_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are used however little there is to do."""
-    monkeypatch.setattr(threads, "LEAST_US", 0.0)
+    monkeypatch.setattr(threads, "LEAST_US", 1e-9)
