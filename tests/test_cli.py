@@ -316,7 +316,7 @@ def test_examples_in_help_are_understood(command: list[str], capsys: pytest.Capt
 )
 def test_commands_in_the_documentation_are_understood(page: str) -> None:
     text = (Path(__file__).parent.parent / page).read_text(encoding="utf-8")
-    fenced = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    fenced = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).replace("\\\n", "")
     examples = re.findall(r"^fleetpilot (.*?)(?: *#.*| *> .*)?$", fenced, re.MULTILINE)
     examples += re.findall(r"`fleetpilot ([a-z][^`A-Z]*)`", text)
     assert examples
