@@ -305,7 +305,7 @@ def values_table(result: ScenarioResult) -> Table:
             for policy, *cells, iqm_cell in zip(result.policies, *columns, goodputs, strict=True)
         ],
         "Pooled over all runs, percentiles too; goodput IQM: interquartile mean over segments. The best of a column is "
-        "marked.",
+        "marked. Plots shorten long names of policies and give their rows here.",
     )
 
 

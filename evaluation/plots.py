@@ -1,4 +1,4 @@
-"""Plots of an evaluation's results. Colours by Okabe and Ito; lines are told apart by their style too."""
+"""Plots of an evaluation's results. Colours by Okabe and Ito; lines are told apart by their dashes too."""
 
 from __future__ import annotations
 
@@ -26,13 +26,19 @@ if TYPE_CHECKING:
 INK = "#222222"
 """Of text, axes and the lines of the last colour; on a page it is the page's own."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK)
-LINE_STYLES = {"solid": "", "dashed": "6 3", "dotted": "1.5 2.5"}
-"""By their names in Matplotlib: the dashes of an SVG stroke."""
+DASHES = ((), (6, 3), (1.5, 2.5), (9, 2.5, 1.5, 2.5), (12, 4, 4, 4), (6, 2, 1.5, 2, 1.5, 2))
+"""Lengths of lines and gaps in points: with each all colours, before the next."""
+MOST_LETTERS = 24
+"""Of a policy's name in a plot."""
 MAX_TIMELINES = 4
 """Policies whose instances are drawn over time."""
 _CDF_POINTS = np.linspace(0, 1, 201)
 _PROFILE_POINTS = np.linspace(0, 100, 201)
 _PANEL_INCHES = (5.2, 3.5)
+_ROW_INCHES = 0.17
+"""Of a policy where each has a row of its own."""
+_LINE_WIDTH = 1.5
+_LEGEND_ROWS = 21
 _TIMELINE_COLUMNS = 600
 _PNG_COLUMNS = 3
 
@@ -59,20 +65,42 @@ class Plot:
 
 
 class Key(NamedTuple):
-    """A policy's line in a page's legend."""
+    """A policy's line in a page's legend: its name, that in plots, and the stroke in SVG's words."""
 
     policy: str
+    label: str
     colour: str
     dashes: str
 
 
 def legend(policies: Sequence[str]) -> list[Key]:
     """The lines of policies, in their order; their curves on a page have the class ``line-<place>``."""
-    dashes = list(LINE_STYLES.values())
     return [
-        Key(name, "currentColor" if _colour(index) == INK else _colour(index), dashes[_style(index)])
-        for index, name in enumerate(policies)
+        Key(
+            name,
+            label,
+            "currentColor" if _colour(index) == INK else _colour(index),
+            " ".join(map(str, _dashes(index))),
+        )
+        for index, (name, label) in enumerate(zip(policies, labels(policies), strict=True))
     ]
+
+
+def labels(policies: Sequence[str]) -> list[str]:
+    """What the policies of a table are called in its plots: a long name ends with its parameters, and its row follows.
+
+    Of a folder the end is kept.
+    """
+    return [
+        name if len(name) <= MOST_LETTERS else f"{name.partition('?')[0].rstrip('/')[-MOST_LETTERS:]} (row {row})"
+        for row, name in enumerate(policies, 1)
+    ]
+
+
+def _labels(result: ScenarioResult) -> dict[str, str]:
+    """Of a scenario's policies, by name."""
+    names = [policy.policy for policy in result.policies]
+    return dict(zip(names, labels(names), strict=True))
 
 
 def plots(result: ScenarioResult) -> list[Plot]:
@@ -92,12 +120,14 @@ def plots(result: ScenarioResult) -> list[Plot]:
             f"KV memory in use over time, first segment, seed {result.baseline.runs[0].summary['seed']}: in the whole "
             "fleet (ticks: a running request moved), and on every instance with the baseline, with the policy of the "
             "best goodput and with those that move requests (white: from source to destination, which has the dot).",
-            [_kv_use(result), *(_timeline(policy) for policy in _timelines(result))],
+            [_kv_use(result), *(_timeline(policy, _labels(result)[policy.policy]) for policy in _timelines(result))],
         ),
     ]
     if len(result.policies) > 1 and len(result.baseline.segments) > 1:
         caption = "Mean over segments with its 95 % interval; grey where it includes zero."
-        drawn.append(_plot("Differences", caption, [_intervals(result, metric) for metric in COMPARED], legend=False))
+        panels = [_intervals(result, metric) for metric in COMPARED]
+        height = max(_PANEL_INCHES[1], _ROW_INCHES * len(result.policies))
+        drawn.append(_plot("Differences", caption, panels, legend=False, height=height))
     return drawn
 
 
@@ -196,14 +226,14 @@ def _cdf(result: ScenarioResult, name: str, xlabel: str) -> Panel:
     from matplotlib.ticker import LogLocator
 
     def draw(axis: Axes) -> None:
-        for index, policy in enumerate(result.policies):
+        for index, (policy, label) in enumerate(zip(result.policies, _labels(result).values(), strict=True)):
             finished = policy.requests["status"] == FINISHED
             values = metrics.request_metrics(policy.requests[finished])[name]
             defined = values[~np.isnan(values)]
             if len(defined):
                 # requests that never finished have an infinite latency: the curve ends below 1
                 share = len(defined) / (len(policy.requests) - (len(values) - len(defined)))
-                axis.plot(np.quantile(defined, _CDF_POINTS), share * _CDF_POINTS, **_line(index), label=policy.policy)
+                axis.plot(np.quantile(defined, _CDF_POINTS), share * _CDF_POINTS, **_line(index), label=label)
         axis.set(xscale="log", xlabel=xlabel, ylabel="share of offered requests", ylim=(0, 1))
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter("{x:g}")
@@ -214,11 +244,11 @@ def _cdf(result: ScenarioResult, name: str, xlabel: str) -> Panel:
 
 def _kv_use(result: ScenarioResult) -> Panel:
     def draw(axis: Axes) -> None:
-        for index, policy in enumerate(result.policies):
+        for index, (policy, label) in enumerate(zip(result.policies, _labels(result).values(), strict=True)):
             samples = _samples(policy.runs[0])
             used, free = samples["used_blocks"].sum(axis=1), samples["free_blocks"].sum(axis=1)
             time_s, use = samples["time_s"][:, 0], 100 * used / (used + free)
-            axis.plot(time_s, use, **_line(index), label=policy.policy)
+            axis.plot(time_s, use, **_line(index), label=label)
             moved_s = _completed(policy.runs[0])["start_s"]
             axis.plot(moved_s, np.interp(moved_s, time_s, use), "|", color=_colour(index), markersize=7, alpha=0.6)
         axis.set(xlabel="time (s)", ylabel="KV use of the fleet (%)", ylim=(0, 100))
@@ -234,7 +264,7 @@ def _timelines(result: ScenarioResult) -> list[PolicyResult]:
     return list(chosen.values())[:MAX_TIMELINES]
 
 
-def _timeline(policy: PolicyResult) -> Panel:
+def _timeline(policy: PolicyResult, label: str) -> Panel:
     from matplotlib.ticker import MaxNLocator
 
     def draw(axis: Axes) -> None:
@@ -258,7 +288,7 @@ def _timeline(policy: PolicyResult) -> Panel:
         axis.vlines(moved["start_s"], moved["source"], moved["destination"], linewidth=0.5, **thin)
         axis.plot(moved["start_s"], moved["destination"], "o", markersize=1.8, **thin)
         axis.figure.colorbar(drawn, ax=axis, label="KV use (%)")
-        axis.set(xlabel="time (s)", ylabel="instance", title=f"{policy.policy}: {len(moved):,} migrations")
+        axis.set(xlabel="time (s)", ylabel="instance", title=f"{label}: {len(moved):,} migrations")
         axis.yaxis.set_major_locator(MaxNLocator(integer=True))
 
     return draw
@@ -277,6 +307,7 @@ def _completed(run: StoredRun) -> NDArray[np.void]:
 
 def _intervals(result: ScenarioResult, metric: Metric) -> Panel:
     others = result.policies[1:]
+    baseline, *names = _labels(result).values()
 
     def draw(axis: Axes) -> None:
         for place, policy in enumerate(others):
@@ -288,10 +319,10 @@ def _intervals(result: ScenarioResult, metric: Metric) -> Panel:
         better = "lower" if metric.lower_is_better else "higher"
         axis.axvline(0, color=INK, linewidth=0.8)
         axis.set(
-            xlabel=f"{metric.title}, less {result.baseline.policy}'s ({better} is better)",
+            xlabel=f"{metric.title}, less {baseline}'s ({better} is better)",
             ylim=(len(others) - 0.5, -0.5),
         )
-        axis.set_yticks(range(len(others)), [policy.policy for policy in others])
+        axis.set_yticks(range(len(others)), names)
         axis.locator_params("x", nbins=6)
 
     return draw
@@ -302,9 +333,9 @@ def _goodput_over_load(family: Sequence[ScenarioResult]) -> Panel:
     loads = np.array([result.load for result in ordered], np.float64)
 
     def draw(axis: Axes) -> None:
-        for index, name in enumerate(policy.policy for policy in ordered[0].policies):
+        for index, (name, label) in enumerate(_labels(ordered[0]).items()):
             values = np.array([GOODPUT.of(policy.pooled) for policy in policies_of(ordered, name)], np.float64)
-            axis.plot(loads, values, **_line(index), marker="o", markersize=3, label=name)
+            axis.plot(loads, values, **_line(index), marker="o", markersize=3, label=label)
         axis.set(xlabel="load", ylabel="goodput (%)", title=ordered[0].family)
         axis.set_ylim(top=min(100.0, axis.get_ylim()[1]))
 
@@ -312,10 +343,12 @@ def _goodput_over_load(family: Sequence[ScenarioResult]) -> Panel:
 
 
 def _profile(results: Sequence[ScenarioResult]) -> Panel:
+    names = common_policies(results)
+
     def draw(axis: Axes) -> None:
-        for index, name in enumerate(common_policies(results)):
+        for index, (name, label) in enumerate(zip(names, labels(names), strict=True)):
             profile = performance_profile(goodputs(results, name), _PROFILE_POINTS)
-            axis.plot(_PROFILE_POINTS, profile.share, **_line(index), label=name)
+            axis.plot(_PROFILE_POINTS, profile.share, **_line(index), label=label)
             axis.fill_between(_PROFILE_POINTS, profile.low, profile.high, color=_colour(index), alpha=0.1, linewidth=0)
         axis.set(xlabel="goodput (%)", ylabel="share of segments above it", ylim=(0, 1))
 
@@ -325,8 +358,12 @@ def _profile(results: Sequence[ScenarioResult]) -> Panel:
 # --- drawing -----------------------------------------------------------------------------------------------------
 
 
-def _plot(title: str, caption: str, panels: Sequence[Panel], *, legend: bool = True) -> Plot:
-    return Plot(title, caption, tuple(map(_page_svg, panels)), _panels_png(panels, legend=legend))
+def _plot(
+    title: str, caption: str, panels: Sequence[Panel], *, legend: bool = True, height: float = _PANEL_INCHES[1]
+) -> Plot:
+    inches = (_PANEL_INCHES[0], height)
+    pages = tuple(_page_svg(panel, inches) for panel in panels)
+    return Plot(title, caption, pages, _panels_png(panels, inches, legend=legend))
 
 
 def _figure(inches: tuple[float, float]) -> tuple[Figure, Axes]:
@@ -340,19 +377,24 @@ def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _style(index: int) -> int:
-    return index // len(COLOURS) % len(LINE_STYLES)
+def _dashes(index: int) -> tuple[float, ...]:
+    return DASHES[index // len(COLOURS) % len(DASHES)]
 
 
 def _line(index: int) -> dict[str, Any]:
-    style = list(LINE_STYLES)[_style(index)]
-    return {"color": _colour(index), "linestyle": style, "linewidth": 1.5, "gid": f"line-{index}"}
+    dashes = [length / _LINE_WIDTH for length in _dashes(index)]
+    return {
+        "color": _colour(index),
+        "linestyle": (0, dashes) if dashes else "solid",
+        "linewidth": _LINE_WIDTH,
+        "gid": f"line-{index}",
+    }
 
 
-def _panels_png(panels: Sequence[Panel], *, legend: bool) -> bytes:
+def _panels_png(panels: Sequence[Panel], inches: tuple[float, float], *, legend: bool) -> bytes:
     from matplotlib.figure import Figure
 
-    width, height = _PANEL_INCHES
+    width, height = inches
     columns = min(len(panels), _PNG_COLUMNS)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(width * columns, height * rows))
@@ -361,14 +403,23 @@ def _panels_png(panels: Sequence[Panel], *, legend: bool) -> bytes:
         panel(axis)
     figure.tight_layout()
     if legend:
-        handles = axes[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+        lines, names = axes[0].get_legend_handles_labels()
+        figure.legend(
+            lines,
+            names,
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
+            ncols=-(-len(names) // _LEGEND_ROWS),
+            handlelength=3,
+            frameon=False,
+            fontsize="small",
+        )
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
     return buffer.getvalue()
 
 
-def _page_svg(panel: Panel) -> str:
+def _page_svg(panel: Panel, inches: tuple[float, float]) -> str:
     """One panel for a page: its text and axes have the page's colour, its curves a class, its ids are its own."""
     import matplotlib
 
@@ -376,7 +427,7 @@ def _page_svg(panel: Panel) -> str:
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
     )
     with matplotlib.rc_context({**ink, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axis = _figure(_PANEL_INCHES)
+        figure, axis = _figure(inches)
         panel(axis)
         figure.tight_layout()
         svg = _svg(figure, transparent=True)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import Failures, FleetConfig, Rebalancing
 from fleetpilot.evaluation import Scenario, StoredRun, cut, evaluate, run_one, write_report
 from fleetpilot.evaluation.comparison import COMPARED, collect, differences_table, notes, rescored_table, values_table
+from fleetpilot.evaluation.plots import labels, legend
 from fleetpilot.evaluation.runner import Cell
 from fleetpilot.evaluation.tables import markdown, number, plain
 from fleetpilot.fleet.profiles import load_profile
@@ -407,6 +409,25 @@ def test_one_policy_has_a_report_too(finished: tuple[Path, list[StoredRun]], tmp
     alone = [run for run in finished[1] if run.summary["label"] == "random"]
     report = write_report(alone, tmp_path)
     assert "differences" not in report.text
+
+
+def test_plots_call_policies_of_long_names_by_their_rows(tmp_path: Path) -> None:
+    tuned = "calibrated?backlog=0.181&queue=3.48&pressure=15.8"
+    names = ["round-robin", "calibrated", tuned, f"{tuned}&sampled=1"]
+    assert labels(names) == ["round-robin", "calibrated", "calibrated (row 3)", "calibrated (row 4)"]
+    assert labels(["runs/train/ppo/Dispatch-v0_1/export/"]) == ["ppo/Dispatch-v0_1/export (row 1)"]
+    runs = evaluate([scenario(segments=cut(busy(120), 2))], names, tmp_path, seeds=(0,), workers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Matplotlib's, where names leave no room for a plot
+        html = write_report(runs, tmp_path).html.read_text()
+    drawn = re.findall(r"<text [^>]*>([^<]*)</text>", html)
+    assert "calibrated (row 4)" in drawn
+    assert not any("backlog" in text for text in drawn)
+
+
+def test_forty_policies_have_forty_kinds_of_lines() -> None:
+    keys = legend([f"policy {number}" for number in range(40)])
+    assert len({(key.colour, key.dashes) for key in keys}) == 40
 
 
 def test_names_from_outside_are_escaped(tmp_path: Path) -> None:
