@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
-from urllib.parse import parse_qsl
 
 import numba
 import numpy as np
@@ -66,12 +65,13 @@ def load_policy(name: str) -> Policy:
     Raises:
         ValueError: there is no such policy, or the export cannot be used: naming file, value and what was expected.
     """
-    base, question_mark, parameters = name.partition("?")
-    known = base in (*baselines.BASELINES, *baselines.ORACLE_BOUNDS)
-    if known or not (base in SHIPPED or is_export_name(base)):
+    base, given = baselines.read_name(name)
+    if base in (*baselines.BASELINES, *baselines.ORACLE_BOUNDS):
         return baselines.load_policy(name)
-    given = dict(parse_qsl(parameters, keep_blank_values=True))
-    if (question_mark and not given) or set(given) - {"mode", "admission", "late", "cold"}:
+    if not (base in SHIPPED or is_export_name(base)):
+        known = ", ".join((*baselines.BASELINES, *SHIPPED))
+        raise ValueError(f"policy {base!r} is not known; expected one of {known}, or the folder of an export")
+    if set(given) - {"mode", "admission", "late", "cold"}:
         raise ValueError(
             f"policy {name!r}: expected nothing but mode={' or mode='.join(MODES)} and admission=NAME, or late=X and "
             "cold=X, behind the ?"

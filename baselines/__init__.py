@@ -119,40 +119,48 @@ def load_policy(name: str) -> Policy:
     Raises:
         ValueError: none has this name, or a parameter is not one of its own, or not of the kind that it takes.
     """
-    base, question_mark, parameters = name.partition("?")
+    base, given = read_name(name)
     if base not in _MAKERS:
-        raise ValueError(f"policy {base!r} is not known; expected one of {', '.join(_MAKERS)}")
-    if not question_mark:
+        raise ValueError(f"policy {base!r} is not known; expected one of {', '.join(BASELINES)}")
+    if not given:
         return _MAKERS[base]()
-    make = _shared if isinstance(_MODULES[base].POLICY, CompiledPolicy) else _made
-    return make(name, base, parameters)
+    return (_shared if isinstance(_MODULES[base].POLICY, CompiledPolicy) else _made)(name)
+
+
+def read_name(name: str) -> tuple[str, dict[str, str]]:
+    """A policy's name without parameters, and these as texts.
+
+    Raises:
+        ValueError: one is given twice, or there is a ``?`` and none behind it.
+    """
+    base, question_mark, text = name.partition("?")
+    given: dict[str, str] = {}
+    for key, value in parse_qsl(text, keep_blank_values=True):
+        if key in given:
+            raise ValueError(f"policy {name!r}: {key} is given twice; expected it once")
+        given[key] = value
+    if question_mark and not given:
+        raise ValueError(f"policy {name!r}: expected PARAMETER=VALUE behind the ?")
+    return base, given
 
 
 @cache
-def _shared(name: str, base: str, parameters: str) -> Policy:
-    return _made(name, base, parameters)
+def _shared(name: str) -> Policy:
+    return _made(name)
 
 
-def _made(name: str, base: str, parameters: str) -> Policy:
-    values = _parameters(name, base, parameters)
-    policy: Any = _MODULES[base].make(**values)
-    policy.name = name
-    return policy  # type: ignore[no-any-return]
-
-
-def _parameters(name: str, base: str, text: str) -> dict[str, Any]:
+def _made(name: str) -> Policy:
+    base, given = read_name(name)
     known = policy_parameters(base)
     values: dict[str, Any] = {}
-    for key, value in parse_qsl(text, keep_blank_values=True):
+    for key, value in given.items():
         if key not in known:
             expected = f"one of {', '.join(known)}" if known else "none"
             raise ValueError(f"policy {name!r}: parameter {key!r} is not known; expected {expected}")
-        if key in values:
-            raise ValueError(f"policy {name!r}: {key} is given twice; expected it once")
         values[key] = _dispatch(name, key, value) if isinstance(known[key], str) else _number(name, key, value)
-    if not values:
-        raise ValueError(f"policy {name!r}: expected PARAMETER=VALUE behind the ?")
-    return values
+    policy: Any = _MODULES[base].make(**values)
+    policy.name = name
+    return policy  # type: ignore[no-any-return]
 
 
 def _number(name: str, key: str, text: str) -> float:

@@ -647,7 +647,7 @@ def _policy(name: str) -> str:
 
     base = name.partition("?")[0]
     if not is_export_name(base):
-        _known("policy", base, [*BASELINES, *ORACLE_BOUNDS, *SHIPPED])
+        _known("policy (and no folder is called so)", base, [*BASELINES, *SHIPPED, *ORACLE_BOUNDS])
     load_policy(name)
     return name
 

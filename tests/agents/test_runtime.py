@@ -353,10 +353,29 @@ def test_an_admission_that_cannot_be_is_refused(admission: str, message: str, ex
         load_policy(f"{exported}?admission={admission}")
 
 
-@pytest.mark.parametrize("name", ["?", "?mode=best", "?temperature=2", "?mode=greedy&x=1"])
+@pytest.mark.parametrize("name", ["?mode=best", "?temperature=2", "?mode=greedy&x=1"])
 def test_parameters_that_an_export_does_not_have_are_refused(name: str, exported: Path) -> None:
     with pytest.raises(ValueError, match="mode"):
         load_policy(f"{exported}{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("?", r"expected PARAMETER=VALUE behind the \?"),
+        ("?late=1&late=2", "late is given twice"),
+        ("?mode=sample&late=1&mode=sample", "mode is given twice"),
+    ],
+)
+def test_each_parameter_is_given_once(name: str, message: str, exported: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_policy(f"{exported}{name}")
+
+
+def test_an_unknown_name_lists_what_decides_anywhere() -> None:
+    with pytest.raises(ValueError, match=r"policy 'lerned' is not known; expected one of .*, learned, or the fol") as said:
+        load_policy("lerned")
+    assert "oracle" not in str(said.value)
 
 
 def test_what_the_network_does_not_answer_its_fallback_does() -> None:
