@@ -1,4 +1,4 @@
-"""The demonstration: all dispatch policies on two small workloads, and on one of them a policy trained on the spot."""
+"""The demonstration: the baselines that only dispatch on two small workloads, on one a policy trained on the spot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARE = 0.5
 
 
 def demo(out: Path, trained: Path | None = None) -> Report:
-    """Compare the policies that only dispatch on the twin of the Azure 2023 conversation trace.
+    """Compare the baselines that only dispatch on the twin of the Azure 2023 conversation trace.
 
     It is served by A10s at 0.8 of their capacity. The trace's rate is half as high again in the middle of its hour, so
     the fleet is overloaded for a while. Output lengths are predicted with an error, log-normal of sigma 0.5.

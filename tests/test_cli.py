@@ -120,7 +120,7 @@ BAD = {
     "evaluate --experiment=": "experiment '' is not known",
     f"evaluate --workload {SMALL} --load 0.8,0.80": "'0.8,0.80': expected different numbers joined by commas",
     f"evaluate --workload {SMALL} --seeds 1000000000": "'1000000000': expected a whole number from 1 to 1000",
-    f"evaluate --workload {SMALL} --policies random,nobody": r"policy \(and no folder .*\) 'nobody' is .*, learned, oracle",
+    f"evaluate --workload {SMALL} --policies random,nobody": r"no folder .*'nobody' is not known.*, learned, oracle",
     f"evaluate --workload {SMALL} --policies random --baseline lmetric": "--baseline 'lmetric': expected one of",
     f"evaluate --workload {SMALL} --segments 9999": "has no request; expected fewer segments",
     f"evaluate --workload {SMALL} --segments 0": "'0': expected a whole number from 1",
@@ -478,7 +478,8 @@ def test_the_motivation_of_llumnix_comes_out(tmp_path: Path, capsys: pytest.Capt
 def test_ctrl_c_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def interrupted(*_: Any, **__: Any) -> Any:
+    def interrupted(_: Any, policies: list[str], *__: Any, **___: Any) -> Any:
+        assert policies == [*BASELINES, "learned"], "all, by default"
         raise Interrupted(3, 9)
 
     monkeypatch.setattr(runner, "evaluate", interrupted)

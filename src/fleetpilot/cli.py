@@ -722,7 +722,8 @@ def _add_evaluate(commands: Any) -> None:
         metavar="NAME,...",
         type=_names("round-robin,lmetric"),
         default=["all"],
-        help="policies, or all (the default), which leaves out the oracle bounds",
+        help="policies, or all (the default): the baselines and learned, as fleetpilot list policies has them, but no "
+        "oracle bounds, exports of yours and tuned parameters",
     )
     parser.add_argument(
         "--baseline", metavar="NAME", help="policy that the others are compared with (default the first)"
@@ -814,11 +815,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _policies(names: list[str]) -> list[str]:
+    from fleetpilot.agents import SHIPPED
     from fleetpilot.baselines import BASELINES
 
     if "all" in names and len(names) > 1:
         raise ValueError(f"--policies {','.join(names)}: expected all alone, which stands for every policy")
-    return list(BASELINES) if names == ["all"] else [_policy(name) for name in names]
+    return [*BASELINES, *SHIPPED] if names == ["all"] else [_policy(name) for name in names]
 
 
 def _scenario(arguments: argparse.Namespace, workload: str | None, load: float | None, windows: str) -> Scenario:
@@ -1104,7 +1106,14 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _add_demo(commands: Any) -> None:
-    parser = _command(commands, "demo", _demo, "compare all policies on a small workload, draw the result, and serve")
+    parser = _command(
+        commands,
+        "demo",
+        _demo,
+        "compare policies on a small workload, draw the result, and serve",
+        "These are the baselines that only say where requests go, none that moves requests or scales, and with\n"
+        "--train the policy that was trained. Of all policies: fleetpilot evaluate.\n",
+    )
     parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, default=Path("demo"), help="folder (default demo)")
     parser.add_argument(
         "--train",

@@ -373,7 +373,9 @@ def test_each_parameter_is_given_once(name: str, message: str, exported: Path) -
 
 
 def test_an_unknown_name_lists_what_decides_anywhere() -> None:
-    with pytest.raises(ValueError, match=r"policy 'lerned' is not known; expected one of .*, learned, or the fol") as said:
+    with pytest.raises(
+        ValueError, match=r"policy 'lerned' is not known; expected one of .*, learned, or the fol"
+    ) as said:
         load_policy("lerned")
     assert "oracle" not in str(said.value)
 
