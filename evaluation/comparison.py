@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleetpilot.baselines import BASELINES
 from fleetpilot.evaluation import metrics
 from fleetpilot.evaluation.runs import StoredRun
 from fleetpilot.evaluation.statistics import (
@@ -22,7 +24,9 @@ from fleetpilot.evaluation.statistics import (
     win_share,
 )
 from fleetpilot.evaluation.tables import Table, Text, number
+from fleetpilot.fleet.policy import kinds_of
 from fleetpilot.fleet.slo import SLOClass
+from fleetpilot.fleet.view import KIND_SCALE, KIND_SOURCE
 
 RELATIVE_FROM_MISSES = 0.02
 """A relative gain in misses is stated only where the baseline misses at least this share."""
@@ -389,7 +393,10 @@ def _is_better(interval: Interval | None, metric: Metric) -> bool:
 
 
 def notes(result: ScenarioResult) -> list[str]:
-    """What limits the conclusions from a scenario: too few or too short segments, requests that did not finish."""
+    """What limits the conclusions from a scenario: too few or too short segments, requests that did not finish.
+
+    And policies that cannot be told apart.
+    """
     said = []
     segments = len(result.baseline.segments)
     if segments < MIN_SEGMENTS:
@@ -412,7 +419,34 @@ def notes(result: ScenarioResult) -> list[str]:
         share = fallback_share([run.summary for run in policy.runs])
         if share:
             said.append(f"{policy.policy}: its fallback made {share:.1%} of the decisions, out of its trained range")
+    return [*said, *_alike(result)]
+
+
+def _alike(result: ScenarioResult) -> list[str]:
+    """Policies that did the same in every run, and which of them were not asked all that they answer."""
+    by_outcome: dict[str, list[str]] = {}
+    for policy in result.policies:
+        runs = sorted(policy.runs, key=lambda run: (run.summary["config"]["segment"], run.summary["config"]["seed"]))
+        outcome = json.dumps([run.summary["metrics"] for run in runs])
+        by_outcome.setdefault(outcome, []).append(policy.policy)
+    fleet = result.baseline.runs[0].summary["config"]["fleet"]
+    said = []
+    for names in by_outcome.values():
+        if len(names) > 1:
+            moving = [] if fleet["rebalancing"] else [name for name in names if KIND_SOURCE in _kinds(name)]
+            scaling = [] if fleet["scaling"] else [name for name in names if KIND_SCALE in _kinds(name)]
+            said.append(
+                f"{', '.join(names)}: the same in every run"
+                + (f"; with --rebalance-s {', '.join(moving)} would move requests" if moving else "")
+                + (f"; with --ready {', '.join(scaling)} would scale" if scaling else "")
+            )
     return said
+
+
+def _kinds(policy: str) -> tuple[int, ...]:
+    """Of decision that a baseline answers; none for others, whose folders may have gone."""
+    base = policy.partition("?")[0]
+    return kinds_of(BASELINES[base]()) if base in BASELINES else ()
 
 
 def fallback_share(summaries: Iterable[dict[str, Any]]) -> float:

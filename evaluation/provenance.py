@@ -71,13 +71,25 @@ def config_hash(config: Mapping[str, object]) -> str:
 
 
 @functools.cache
-def code_version() -> dict[str, str]:
-    """What of the code decides a run's result: package version, kernels and policies, metrics."""
+def code_version(*, learned: bool = False) -> dict[str, str]:
+    """What of the code decides a run's result: package version, kernels and baselines, metrics.
+
+    Args:
+        learned: the policy is, which decides by further code.
+    """
     from fleetpilot.fleet.jit import cache_dir
 
-    here = Path(__file__).parent
-    ours = hashlib.sha256(b"".join((here / name).read_bytes() for name in ("metrics.py", "runs.py")))
-    return {"package": fleetpilot.__version__, "kernels": cache_dir().name, "evaluation": ours.hexdigest()[:16]}
+    package = Path(__file__).parent.parent
+    return {
+        "package": fleetpilot.__version__,
+        "kernels": cache_dir().name,
+        "evaluation": _sources_hash(package / "evaluation", "metrics.py", "runs.py"),
+        **({"learned": _sources_hash(package / "agents", "runtime.py", "schema.py")} if learned else {}),
+    }
+
+
+def _sources_hash(folder: Path, *names: str) -> str:
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in names)).hexdigest()[:16]
 
 
 @functools.cache

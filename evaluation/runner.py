@@ -80,9 +80,10 @@ class Cell:
 
     def config(self) -> dict[str, Any]:
         """Everything that decides the result."""
+        digest = getattr(load_policy(self.policy), "digest", None)  # tells exports of one name apart
         return {
             "policy": self.policy,
-            **_of_export(self.policy),
+            **({} if digest is None else {"policy_digest": digest}),
             "scenario": self.scenario.name,
             "family": self.scenario.family,
             "load": self.scenario.load,
@@ -92,7 +93,7 @@ class Cell:
             "fleet": fleet_json(self.fleet),
             "warmup_share": self.scenario.warmup_share,
             "sample_interval_s": self.scenario.sample_interval_s,
-            "code": code_version(),
+            "code": code_version(learned=digest is not None),
         }
 
     def job(self, config: dict[str, Any], command: str) -> Job:
@@ -113,12 +114,6 @@ class Cell:
         """Where its files lie: readable, and another place for every other configuration."""
         scenario, policy = (re.sub(r"[^a-zA-Z0-9.=_-]+", "-", name)[:80] for name in (self.scenario.name, self.policy))
         return folder / f"{scenario}-{self.segment:02d}-{policy}-{self.seed}-{config_hash(config)}"
-
-
-def _of_export(policy: str) -> dict[str, str]:
-    """What tells exports of one name apart; nothing for a baseline."""
-    digest = getattr(load_policy(policy), "digest", None)
-    return {} if digest is None else {"policy_digest": digest}
 
 
 class Interrupted(Exception):
@@ -250,10 +245,10 @@ def outcome_of(job: Job) -> Outcome:
     Raises:
         RuntimeError: a worker on another machine has other sources, whose runs would not be what their config says.
     """
-    if job.config["code"] != code_version():
-        raise RuntimeError(
-            f"a worker has fleetpilot {code_version()}, expected {job.config['code']}: install the same everywhere"
-        )
+    expected = job.config["code"]
+    found = code_version(learned="learned" in expected)
+    if found != expected:
+        raise RuntimeError(f"a worker has fleetpilot {found}, expected {expected}: install the same everywhere")
     return run_one(
         job.table,
         job.fleet,

@@ -21,7 +21,7 @@ import pytest
 
 from fleetpilot.baselines import load_policy
 from fleetpilot.cluster import Failures, FleetConfig, Rebalancing
-from fleetpilot.evaluation import Scenario, StoredRun, cut, evaluate, run_one, write_report
+from fleetpilot.evaluation import Scenario, StoredRun, cut, evaluate, provenance, run_one, write_report
 from fleetpilot.evaluation.comparison import COMPARED, collect, differences_table, notes, rescored_table, values_table
 from fleetpilot.evaluation.plots import labels, legend
 from fleetpilot.evaluation.runner import Cell
@@ -168,6 +168,20 @@ def test_only_what_is_missing_or_broken_is_run(tmp_path: Path) -> None:
 def test_another_configuration_is_another_run(changes: dict[str, Any], tmp_path: Path) -> None:
     one, other = (Cell(s, 0, "random", 0) for s in (scenario(), scenario(**changes)))
     assert one.stem(tmp_path, one.config()) != other.stem(tmp_path, other.config())
+
+
+@pytest.mark.parametrize("source", ["runtime.py", "schema.py"])
+def test_what_decides_for_exports_tells_their_runs_apart(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [Cell(scenario(), 0, policy, 0) for policy in ("learned", "lmetric")]
+    learned, baseline = (cell.config() for cell in cells)
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == source else b""))
+    provenance.code_version.cache_clear()
+    try:
+        assert cells[0].config() != learned
+        assert cells[1].config() == baseline
+    finally:
+        provenance.code_version.cache_clear()
 
 
 def test_failures_may_differ_between_segments(tmp_path: Path) -> None:
@@ -384,6 +398,20 @@ def test_weak_evidence_is_named(finished: tuple[Path, list[StoredRun]]) -> None:
     said = " ".join(notes(collect(finished[1])[0]))
     assert "only 3 segments" in said
     assert "scored requests" in said
+
+
+def test_policies_that_cannot_be_told_apart_are_named(tmp_path: Path) -> None:
+    names = ["round-robin", "infaas++", "llumnix", "hpa-kv", "join-shortest-queue"]
+    (asked_to_dispatch,) = collect(evaluate([scenario()], names, tmp_path, seeds=(0,), workers=1))
+    said = [note for note in notes(asked_to_dispatch) if "the same in every run" in note]
+    assert said == [
+        "infaas++, llumnix: the same in every run; with --rebalance-s llumnix would move requests; with --ready "
+        "infaas++, llumnix would scale",
+        "hpa-kv, join-shortest-queue: the same in every run; with --ready hpa-kv would scale",
+    ]
+    moving = FleetConfig((A10, A10), slo_classes=(CHAT, TIGHT), rebalancing=Rebalancing())
+    (asked_to_move,) = collect(evaluate([scenario(fleet=moving)], names[:3], tmp_path, seeds=(0,), workers=1))
+    assert not any("the same" in note for note in notes(asked_to_move))
 
 
 def test_the_report_is_complete_and_needs_no_other_file(finished: tuple[Path, list[StoredRun]], tmp_path: Path) -> None:
