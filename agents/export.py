@@ -29,8 +29,10 @@ from fleetpilot.agents.inference import WEIGHTS
 from fleetpilot.agents.runtime import ARRAYS_FILE, CARD, FORMAT, GOLDEN, NETWORK, Network
 from fleetpilot.agents.schema import ARRAYS, SCHEMA_VERSION, feature_schema
 from fleetpilot.agents.scorer import SetScorer
+from fleetpilot.baselines import load_policy
 from fleetpilot.fleet.admission import Admission
 from fleetpilot.fleet.features import KINDS, features_for
+from fleetpilot.fleet.policy import require_compiled
 
 _GROUPS = ("instances", "request", "fleet")
 _GOLDEN_VIEWS, _GOLDEN_INSTANCES = 64, 8
@@ -65,8 +67,10 @@ def export_policy(
         admission: which requests the runtime rejects by default.
 
     Raises:
-        ValueError: the network was not trained, so that nothing is known of its ranges.
+        ValueError: the network was not trained, so that nothing is known of its ranges; or the fallback is not
+            compiled, or not known.
     """
+    require_compiled("fallback", load_policy(fallback))
     low, high = _ranges(scorer)
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise ValueError("scorer: its features' ranges are not known; expected a trained network")

@@ -70,6 +70,7 @@ class Dispatcher:
         policy: instead of `config.policy`; not with several workers.
         actuator: instead of the one that `config.scaler` names.
         link: of a worker, to the process that leads.
+        loaded: `load_policies` of the configuration, where that has been done.
 
     Raises:
         ValueError: a policy, profile or URL is not known or malformed.
@@ -92,12 +93,13 @@ class Dispatcher:
         policy: Policy | None = None,
         actuator: Actuator | None = None,
         link: Link | None = None,
+        loaded: Policies | None = None,
     ):
         if not (config.engines or config.engines_file or config.scaler):
             raise ValueError("engines: got none, expected at least one URL, or engines_file, emulate or scaler")
         self.config = config
         self._link = link
-        loaded = _load_policies(config, policy, with_shadow=link is None)
+        loaded = loaded or load_policies(config, policy, with_shadow=link is None)
         self._shadow = loaded.shadow
         self.workers = Workers(config) if config.workers > 1 and link is None else None
         board = link.board if link is not None else self.workers.board if self.workers is not None else Board.alone()
@@ -229,18 +231,20 @@ class Dispatcher:
         self.log = self._link or DecisionLog(config.decision_log, config.decision_log_bytes, self._shadow)
         self.fleet.host.log = self.log
 
-    async def reload(self, config: ServeConfig) -> None:
-        """Load the policies of these settings anew, and take them up when they are ready; requests go on meanwhile.
+    async def reload(self, read: Callable[[], ServeConfig]) -> None:
+        """Load the policies of new settings, and take them up when they are ready; requests go on meanwhile.
 
         Args:
-            config: of which `RELOADED` is taken over. The rest needs a new start; a warning names what differs.
+            read: gives the settings, of which `RELOADED` is taken over. The rest needs a new start; a warning names
+                what differs.
 
         Raises:
-            ValueError, OSError: a policy is not known or cannot be loaded; nothing has changed then.
+            ValueError, OSError: the settings cannot be read, or a policy is not known or cannot be loaded; nothing has
+                changed then.
         """
-        new, rest = self.config.reloaded(config)
         try:
-            loaded = await asyncio.to_thread(_load_policies, new, None, with_shadow=self._link is None)
+            new, rest = self.config.reloaded(read())
+            loaded = await asyncio.to_thread(load_policies, new, with_shadow=self._link is None)
             self.fleet.host.take_up(loaded.policy, loaded.fallback, new.explore, dry_run=new.dry_run)
         except Exception:
             self.counts["failed_reloads"] += 1
@@ -727,7 +731,7 @@ class Dispatcher:
         return next((relay for relay in reversed(self.at[engine.slot].values()) if relay.movable), None)
 
 
-class _Policies(NamedTuple):
+class Policies(NamedTuple):
     """That a dispatcher asks."""
 
     policy: Policy
@@ -735,15 +739,16 @@ class _Policies(NamedTuple):
     shadow: Shadow | None
 
 
-def _load_policies(config: ServeConfig, policy: Policy | None, *, with_shadow: bool) -> _Policies:
+def load_policies(config: ServeConfig, policy: Policy | None = None, *, with_shadow: bool = True) -> Policies:
     """By name, compiled and ready; `policy` goes before the configuration's.
 
     Raises:
         ValueError: one is not known, or cannot be loaded, or not be used as what it is to be.
     """
-    loaded = _Policies(
+    fallback = require_compiled("fallback", load_policy(config.fallback))  # first: a learned policy takes longer
+    loaded = Policies(
         policy or load_policy(config.policy),
-        require_compiled("fallback", load_policy(config.fallback)),
+        fallback,
         Shadow(load_policy(config.shadow), config.seed) if config.shadow and with_shadow else None,
     )
     if config.workers > 1 and (policy is not None or not isinstance(loaded.policy, CompiledPolicy)):

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetpilot.agents import load_policy
 from fleetpilot.baselines import BASELINES
 from fleetpilot.cli import _parser, main
 from fleetpilot.cluster import FleetConfig
@@ -511,6 +512,33 @@ def test_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     latency = next(path.name for path in shown if path.name.endswith("-latency.png"))
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     assert latency.replace("-latency", "-differences") in readme
+
+
+def test_serve_with_emulated_engines_loads_each_policy_once_before_it_compiles(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fleetpilot.dispatcher import service
+    from fleetpilot.dispatcher.emulator import engine
+
+    loaded: list[str] = []
+
+    def load(name: str) -> Any:
+        loaded.append(name)
+        return load_policy(name)
+
+    async def start(_: Any) -> None:
+        raise OSError("here it would serve")
+
+    monkeypatch.setattr(service, "load_policy", load)
+    monkeypatch.setattr(service.Dispatcher, "start", start)
+    assert run("serve", "--emulate", "1", "--policy", "learned", "--port", "0") == 2
+    assert "here it would serve" in capsys.readouterr().err
+    assert sorted(loaded) == ["join-shortest-queue", "learned"]
+    loaded.clear()
+    monkeypatch.setattr(engine, "warm_up", None)
+    assert run("serve", "--emulate", "1", "--policy", "learned", "--fallback", "preble") == 2
+    assert "fallback = 'preble': expected a compiled policy" in capsys.readouterr().err
+    assert loaded == ["preble"]
 
 
 # --- traces ------------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ class _Worker:
 
     async def _reload(self, config: ServeConfig) -> None:
         try:
-            await self._dispatcher.reload(config)
+            await self._dispatcher.reload(lambda: config)
         except (OSError, ValueError) as error:
             _LOG.warning("a worker has not reloaded: %s", error)
 

@@ -158,16 +158,20 @@ def serve_demo(policy: str) -> None:
 
 
 async def _serve(config: Any, load: Callable[[], Any]) -> None:
+    from fleetpilot.dispatcher.service import load_policies
+
+    loaded = None
     async with contextlib.AsyncExitStack() as stack:
         if config.emulate:
+            loaded = load_policies(config)  # a mistake is said before it takes a minute
             config = await _emulated(config, stack)
-        await _serve_engines(config, load, stack)
+        await _serve_engines(config, loaded, load, stack)
 
 
-async def _serve_engines(config: Any, load: Callable[[], Any], stack: contextlib.AsyncExitStack) -> None:
+async def _serve_engines(config: Any, loaded: Any, load: Callable[[], Any], stack: contextlib.AsyncExitStack) -> None:
     from fleetpilot.dispatcher.service import Dispatcher
 
-    dispatcher = Dispatcher(config)
+    dispatcher = Dispatcher(config, loaded=loaded)
     stack.push_async_callback(dispatcher.stop)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -199,34 +203,24 @@ async def _serve_engines(config: Any, load: Callable[[], Any], stack: contextlib
 
 async def _reload(dispatcher: Any, load: Callable[[], Any]) -> None:
     """Read the settings again; where they cannot be, all stays as it is."""
-    try:
-        read = load()
-    except (ValueError, OSError) as error:
-        dispatcher.counts["failed_reloads"] += 1
-        _not_reloaded(error)
-        return
-    if read.emulate:
-        read = dataclasses.replace(read, emulate=0, engines=dispatcher.config.engines)
+
+    def read() -> Any:
+        config = load()
+        return dataclasses.replace(config, emulate=0, engines=dispatcher.config.engines) if config.emulate else config
+
     try:
         await dispatcher.reload(read)
     except (ValueError, OSError) as error:
-        _not_reloaded(error)
-
-
-def _not_reloaded(error: Exception) -> None:
-    logging.getLogger("fleetpilot.dispatcher").warning("not reloaded, nothing has changed: %s", error)
+        logging.getLogger("fleetpilot.dispatcher").warning("not reloaded, nothing has changed: %s", error)
 
 
 async def _emulated(config: Any, stack: contextlib.AsyncExitStack) -> Any:
     """Have emulated engines listen; the configuration with their URLs."""
-    from fleetpilot.agents import load_policy
     from fleetpilot.dispatcher.emulator.engine import warm_up
     from fleetpilot.dispatcher.emulator.fleet import EmulatedFleet
     from fleetpilot.fleet.profiles import load_profile
 
     profiles = [load_profile(config.profile)] * config.emulate
-    for name in filter(None, (config.policy, config.fallback, config.shadow)):
-        load_policy(name)  # a mistake is said before it takes a minute
     words = "compiling the emulated engines' scheduler, which takes a minute, this once"
     said = threading.Timer(2.0, print, (words,), {"file": sys.stderr})
     said.start()

@@ -309,6 +309,16 @@ def _times_s(instance: Any, request: Any) -> tuple[float, float, float]:
     return queue_s, prefill_s(instance, request), ttft_s(instance, request)
 
 
+@pytest.mark.parametrize(("fallback", "message"), [("preble", "expected a compiled policy"), ("best", "not known")])
+def test_a_fallback_that_cannot_be_is_refused_before_anything_is_written(
+    fallback: str, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "export"
+    with pytest.raises(ValueError, match=message):
+        export_policy(some_scorer(), (0,), folder, fallback=fallback, mode="greedy", provenance={})
+    assert not folder.exists()
+
+
 def test_an_export_says_what_it_turns_away_and_its_name_can_say_otherwise(tmp_path: Path) -> None:
     export_policy(
         some_scorer(),

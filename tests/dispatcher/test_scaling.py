@@ -355,8 +355,8 @@ def test_a_policy_that_does_not_scale_is_not_taken_up() -> None:
     async def test() -> None:
         async with scaled(Told(), ScriptedActuator()) as (dispatcher, client, _):
             with pytest.raises(ValueError, match="policy = 'round-robin': expected one that scales"):
-                await dispatcher.reload(replace(dispatcher.config, policy="round-robin"))
-            await dispatcher.reload(replace(dispatcher.config, policy="infaas++"))
+                await dispatcher.reload(lambda: replace(dispatcher.config, policy="round-robin"))
+            await dispatcher.reload(lambda: replace(dispatcher.config, policy="infaas++"))
             assert dispatcher.fleet.host.policy.name == "infaas++"
             assert (await ask(client)).status == 200
 

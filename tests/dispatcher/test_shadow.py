@@ -161,16 +161,16 @@ def test_a_policy_is_exchanged_while_requests_run(tmp_path: Path) -> None:
             runs = await running_request(dispatcher, client, max_tokens=100)
             await ask(HttpClient(client.origin), max_tokens=2)
             changes = {"policy": "round-robin", "shadow": "random", "explore": 0.0, "port": 1}
-            await dispatcher.reload(dataclasses.replace(dispatcher.config, **changes))
+            await dispatcher.reload(lambda: dataclasses.replace(dispatcher.config, **changes))
             for _ in range(4):
                 assert (await ask(HttpClient(client.origin), max_tokens=2)).status == 200
             assert not runs.done()
             assert text_of(await runs) == expected_text(PROMPT, 100)
             assert (dispatcher.counts["reloads"], dispatcher.config.port) == (1, 0)
             with pytest.raises(ValueError, match="'nonsense'"):
-                await dispatcher.reload(dataclasses.replace(dispatcher.config, policy="nonsense"))
+                await dispatcher.reload(lambda: dataclasses.replace(dispatcher.config, policy="nonsense"))
             with pytest.raises(ValueError, match="expected the folder of an exported policy"):
-                await dispatcher.reload(dataclasses.replace(dispatcher.config, shadow=str(tmp_path)))
+                await dispatcher.reload(lambda: dataclasses.replace(dispatcher.config, shadow=str(tmp_path)))
             assert dispatcher.counts["failed_reloads"] == 2
             assert dispatcher.fleet.host.policy.name == dispatcher.config.policy == "round-robin"
             assert (await ask(client)).status == 200
@@ -205,7 +205,7 @@ def test_an_export_whose_files_were_replaced_is_read_again(tmp_path: Path) -> No
         async with a_fleet(2, load_policy(str(folder))) as (dispatcher, client, _):
             assert (await ask(client)).status == 200
             export("greedy")
-            await dispatcher.reload(dataclasses.replace(dispatcher.config, policy=str(folder)))
+            await dispatcher.reload(lambda: dataclasses.replace(dispatcher.config, policy=str(folder)))
             assert getattr(dispatcher.fleet.host.policy, "mode", None) == "greedy"
             assert (await ask(client)).status == 200
             assert dispatcher.fleet.host.fallback_counts == {"out of range": 2}  # what was counted stays

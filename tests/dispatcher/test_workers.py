@@ -337,7 +337,7 @@ def test_a_policy_is_taken_up_by_all(tmp_path: Path) -> None:
     async def test() -> None:
         async with a_fleet(2, workers=2) as (dispatcher, client, _):
             clients = await pinned(client.origin, 1)
-            await dispatcher.reload(replace(dispatcher.config, policy="round-robin", shadow="lmetric"))
+            await dispatcher.reload(lambda: replace(dispatcher.config, policy="round-robin", shadow="lmetric"))
             for (each,) in clients:
                 await each.fetch("GET", "/dashboard/state", timeout_s=WAIT_S)
 
@@ -351,7 +351,7 @@ def test_a_policy_is_taken_up_by_all(tmp_path: Path) -> None:
                     while ("round-robin", worker) not in await policy():
                         pass
             with pytest.raises(ValueError, match="not known"):
-                await dispatcher.reload(replace(dispatcher.config, policy="no-such-policy"))
+                await dispatcher.reload(lambda: replace(dispatcher.config, policy="no-such-policy"))
             after = await samples(client)
             assert after['fleetpilot_events_total{event="reloads"}'] == 1
             assert after['fleetpilot_events_total{event="failed_reloads"}'] == 1
