@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,13 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_learned", ROOT / "tools" / "build_learned.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "build_learned.py")))
 
 
 RUN = {
@@ -32,7 +27,7 @@ RUN = {
 }
 
 
-def test_the_prose_has_places_for_what_there_is(tool: ModuleType) -> None:
+def test_the_prose_has_places_for_what_there_is(tool: SimpleNamespace) -> None:
     given = tool.parts(SHIPPED["learned"], RUN, "### What is missed\n")
     page = tool.filled(tool.PROSE.read_text("utf-8"), given)
     assert "[[" not in page
@@ -44,7 +39,7 @@ def test_the_prose_has_places_for_what_there_is(tool: ModuleType) -> None:
     assert "\n\n\n" not in page
 
 
-def test_results_of_another_export_are_refused(tool: ModuleType, tmp_path: Path) -> None:
+def test_results_of_another_export_are_refused(tool: SimpleNamespace, tmp_path: Path) -> None:
     export = SHIPPED["learned"]
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -56,17 +51,17 @@ def test_results_of_another_export_are_refused(tool: ModuleType, tmp_path: Path)
     assert tool.run_of(tmp_path, export)["name"] == "b-learned-0"
 
 
-def test_a_place_for_what_is_not_there_is_named(tool: ModuleType) -> None:
+def test_a_place_for_what_is_not_there_is_named(tool: SimpleNamespace) -> None:
     with pytest.raises(ValueError, match=r"\[\[weather\]\]: expected one of seed"):
         tool.filled("It was [[weather]].", {"seed": "0"})
 
 
-def test_ranges_and_tables_of_a_configuration_are_written_out(tool: ModuleType) -> None:
+def test_ranges_and_tables_of_a_configuration_are_written_out(tool: SimpleNamespace) -> None:
     changes = {"cv": [1.0, 4.0], "reward": {"slo_miss": 3.0}, "scored_requests": 300}
     assert tool.described(changes) == "cv 1 to 4, reward slo_miss 3, scored_requests 300"
 
 
-def test_the_page_was_written_with_the_prose_as_it_is(tool: ModuleType) -> None:
+def test_the_page_was_written_with_the_prose_as_it_is(tool: SimpleNamespace) -> None:
     """Whoever edits one of both has to run the tool."""
     page, at = tool.PAGE.read_text("utf-8"), 0
     for text in re.split(r"\s*\[\[.+?\]\]\s*", tool.PROSE.read_text("utf-8")):

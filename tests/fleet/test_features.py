@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -202,9 +202,5 @@ def test_a_formula_cannot_name_what_no_view_has() -> None:
 
 
 def test_the_documentation_is_current() -> None:
-    spec = importlib.util.spec_from_file_location("build_feature_docs", ROOT / "tools" / "build_feature_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.DOCS.read_text(encoding="utf-8") == module.page(), "run python tools/build_feature_docs.py"
+    tool = runpy.run_path(str(ROOT / "tools" / "build_feature_docs.py"))
+    assert tool["DOCS"].read_text(encoding="utf-8") == tool["page"](), "run python tools/build_feature_docs.py"
