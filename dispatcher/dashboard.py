@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fleetpilot.agents import LearnedPolicy
 from fleetpilot.baselines import policy_rows
 from fleetpilot.dispatcher.decisions import RECENT, Decided, said
+from fleetpilot.fleet.admission import Admission
 from fleetpilot.fleet.features import KINDS
+from fleetpilot.fleet.policy import Policy
 from fleetpilot.fleet.view import INSTANCE_VIEW
 
 if TYPE_CHECKING:
@@ -56,6 +59,23 @@ def _rule(policy: str) -> tuple[str, tuple[str, ...]]:
     return "", _READ_BY_OTHERS
 
 
+def _said_of(policy: Policy) -> str:
+    """A baseline's rule; of a learned policy which requests it turns away."""
+    if not isinstance(policy, LearnedPolicy):
+        return _rule(policy.name)[0]
+    admission = policy.admission
+    if admission is None:
+        rejected = "no request is rejected"
+    elif isinstance(admission, Admission):
+        rejected = (
+            f"a request that would be later than {admission.late:g} times its target is rejected, where nobody waits "
+            f"and its own prefill is why, {admission.cold:g} times"
+        )
+    else:
+        rejected = f"what {admission} would reject is rejected"
+    return f"A network scores the instances; {rejected}."
+
+
 def watch(host: PolicyHost) -> None:
     """Somebody looks."""
     now_s = time.monotonic()
@@ -70,7 +90,7 @@ def state(dispatcher: Dispatcher, tally: Tally) -> dict[str, Any]:
     return {
         "policy": {
             "name": host.policy.name,
-            "rule": _rule(host.policy.name)[0],
+            "rule": _said_of(host.policy),
             "fallback": host.fallback.name,
             "own_fallback": getattr(host.policy, "fallback", None),  # of a learned one, where it was not trained
         },

@@ -225,6 +225,8 @@ class Dispatcher:
             await asyncio.to_thread(log.close)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+        if self.workers is not None:
+            self.fleet.board.close()
 
     def _begin_log(self) -> None:
         config = self.config

@@ -113,6 +113,11 @@ class Board:
         first_s = min(oldest_s)
         return oldest_s.index(first_s) if first_s < np.inf else self.me
 
+    def close(self) -> None:
+        """Nothing is decided any more; the memory goes with the last of the arrays."""
+        if isinstance(self.lock, FileLock):
+            self.lock.close()
+
     @property
     def own(self) -> NDArray[np.void]:
         """(MOST_ENGINES,) this process's row of `ledgers`."""
@@ -130,6 +135,10 @@ class FileLock:
         if not self._depth:
             fcntl.flock(self._file.fileno(), fcntl.LOCK_EX)
         self._depth += 1
+
+    def close(self) -> None:
+        """It cannot be taken any more."""
+        self._file.close()
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1

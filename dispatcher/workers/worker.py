@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("fleetpilot.dispatcher")
 _TOLD_S = 1.0
 """What a worker has counted is known to who leads at this age at most, should it be killed."""
+_PAGE_S = 5.0
+"""Who leads has so long for a page; Prometheus waits 10 s."""
 _MOST_WAITING_BYTES = 32 * 1024 * 1024
 
 
@@ -79,15 +81,27 @@ class Link(Records):
         self._channel.send("wake", row)
 
     def ask(self, exchange: Exchange, *more: Any) -> None:
-        """Have a page about all processes as the answer; `more` is for `Exchange.respond`."""
+        """Have a page about all processes as the answer; `more` is for `Exchange.respond`.
+
+        Not what this process knows where the other is late: counters would seem to have begun anew.
+        """
         number = next(self._numbers)
         self._asked[number] = exchange, more
         self._channel.send("ask", number, exchange.path)
+        asyncio.get_running_loop().call_later(_PAGE_S, self._give_up, number)
 
     def answered(self, number: int, body: bytes) -> None:
         """The page has come."""
-        exchange, more = self._asked.pop(number)
-        exchange.respond(200, body, *more)
+        if number in self._asked:
+            exchange, more = self._asked.pop(number)
+            exchange.respond(200, body, *more)
+
+    def _give_up(self, number: int) -> None:
+        """The page has not come in time."""
+        if number in self._asked:
+            exchange, _ = self._asked.pop(number)
+            text = f"the process that leads the workers has not answered within {_PAGE_S:g} s\n"
+            exchange.respond(503, text.encode(), b"text/plain; charset=utf-8")
 
     def put(self, record: str, unix_s: float, content: Decided | dict[str, Any]) -> None:
         """Goes into the log that the process which leads writes."""

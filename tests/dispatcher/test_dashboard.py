@@ -77,6 +77,21 @@ def test_what_a_baseline_reads_is_its_reason() -> None:
     run(test)
 
 
+def test_a_learned_policy_says_what_it_turns_away() -> None:
+    async def test() -> None:
+        for name, said in {
+            "learned?late=1.5&cold=3": "later than 1.5 times its target is rejected, .* 3 times",
+            "learned?admission=none": "no request is rejected",
+            "learned?admission=mooncake": "what mooncake would reject",
+        }.items():
+            async with a_fleet(1, name) as (_, client, _engines):
+                policy = (await state(client))["policy"]
+                assert policy["name"] == name
+                assert re.search(said, policy["rule"])
+
+    run(test)
+
+
 def test_a_migration_is_shown_while_it_happens_and_afterwards() -> None:
     async def test() -> None:
         async with a_fleet(2, Leveller(), rebalance_interval_s=0.02) as (dispatcher, client, engines):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -264,7 +266,8 @@ def test_the_worker_that_relays_a_request_moves_it(relaying: tuple[str, ...], tm
     run(test)
     records = list(read_log(log))
     moved = {r["request"].split("-")[0] for r in records if r["record"] == "outcome" and r["migrations"]}
-    assert moved and moved <= {*relaying}
+    assert moved
+    assert moved <= {*relaying}
     for record in records:
         if record["record"] == "decision" and record["kind"] in ("source", "destination"):
             instances = record["view"]["instances"]
@@ -417,6 +420,36 @@ def test_an_address_that_others_listen_at_is_refused() -> None:
                 with pytest.raises(OSError, match=f"{dispatcher.port}.*in use"):
                     await second.start()
                 await second.stop()
+                del second
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always", ResourceWarning)
+                    gc.collect()
+                assert not [each for each in said if "/proc/self/fd" in str(each.message)], "the lock's file is closed"
+
+    run(test)
+
+
+def test_a_page_about_all_is_refused_where_the_process_that_leads_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        async with a_fleet(1, workers=2) as (dispatcher, client, _):
+            never = asyncio.Event()
+            pages = dispatcher.page
+
+            async def hang(path: str) -> bytes:
+                await never.wait()
+                return await pages(path)
+
+            monkeypatch.setattr(dispatcher, "page", hang)
+            for path in ("/metrics", "/dashboard/state"):
+                answer = await client.fetch("GET", path, timeout_s=WAIT_S)
+                assert answer.status == 503
+                assert b"the process that leads the workers has not answered" in answer.body
+            assert (await ask(client)).status == 200
+            never.set()  # late answers are nobody's
+            monkeypatch.undo()
+            assert "fleetpilot_requests_total" in "".join(await samples(client))
 
     run(test)
 
