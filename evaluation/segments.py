@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -204,6 +205,14 @@ def at_load(table: RequestTable, fleet: FleetConfig, load: float, capacity: floa
             f"instances; expected at most {MAX_SPEED_UP:g} times: {fewer}superpose {windows} windows"
         )
     return table.replace(arrival_s=table.arrival_s / speed_up)
+
+
+def offered_load(segments: Sequence[RequestTable], fleet: FleetConfig) -> float | None:
+    """The load that segments offer on average, as a share of the fleet's capacity; None where they have no rate."""
+    span_s = sum(table.span_s for table in segments)
+    if not span_s or any(np.isnan(table.arrival_s).any() for table in segments):
+        return None
+    return sum(map(len, segments)) / span_s / capacity_rps(max(segments, key=len), fleet)
 
 
 def instances_for_load(table: RequestTable, profile: HardwareProfile, load: float) -> int:

@@ -452,6 +452,33 @@ def test_parameters_are_tuned_on_some_windows_and_scored_on_others(
     assert {each["workload"][-6:] for each in runs} == {" [2/2]"}
 
 
+@pytest.mark.parametrize(
+    ("workload", "options", "said"),
+    [
+        ("poisson?rate=40&n=2000", [], r"requests come at (\d+\.\d) times the rate .* takes (\d+) such instances"),
+        ("poisson?rate=2&n=300", [], None),
+        ("poisson?rate=40&n=4000", ["--load", "4"], None),
+        ("sessions/chat?rate=60&n=3000", ["--drop-over-length"], None),
+    ],
+)
+def test_an_overloaded_fleet_is_told_from_poor_policies(
+    workload: str, options: list[str], said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["evaluate", "--policies", "random", "--segments", "2", "--seeds", "1", "--workers", "1"]
+    assert run(*common, "--workload", workload, "--instances", "4", *options, "-o", str(tmp_path)) == 0
+    err = capsys.readouterr().err
+    if said is None:
+        assert "times the rate" not in err
+        return
+    found = re.search(said, err)
+    assert found is not None
+    load, instances = float(found[1]), int(found[2])
+    table = make_workload(workload)
+    carried_rps = capacity_rps(table, FleetConfig.of(load_profile("a10-llama-7b"), instances))
+    assert carried_rps > len(table) / table.span_s, "so many carry it"
+    assert 4 * load <= instances + 0.2
+
+
 def test_tuned_without_a_file_takes_the_parameters_that_come_with_fleetpilot(tmp_path: Path) -> None:
     common = ["--policies", "calibrated,lmetric", "--workload", SMALL, "--segments", "2", "--instances", "2"]
     command = ["evaluate", *common, "--tuned", "--family", "azure-conv", "--seeds", "1", "--workers", "1"]

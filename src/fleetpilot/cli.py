@@ -21,7 +21,7 @@ from fleetpilot.serving import add_replay_log, add_serve
 
 if TYPE_CHECKING:
     from fleetpilot.cluster import FleetConfig, Pools
-    from fleetpilot.evaluation import Report, Scenario
+    from fleetpilot.evaluation import Report, Scenario, StoredRun
     from fleetpilot.fleet.profiles import HardwareProfile
     from fleetpilot.workloads import RequestTable
 
@@ -37,6 +37,8 @@ DEFAULT_ENGINE_PROFILE = "l40s-llama-3.1-8b"
 DEFAULT_PORT = 8100
 DEFAULT_FAMILY = "default"
 
+HOPELESS_GOODPUT = 0.1
+"""A policy's share of requests in time at which it is asked whether the fleet can carry them at all."""
 MAX_INSTANCES = 4096
 MAX_ENGINES = 256
 MAX_WINDOWS = 1000
@@ -809,9 +811,32 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             workers=arguments.workers,
             backend=arguments.backend,
         )
-        return _report(write_report(runs, out, baseline=baseline))
+        status = _report(write_report(runs, out, baseline=baseline))
+        for scenario in scenarios:
+            _warn_of_overload(scenario, [run for run in runs if run.summary["config"]["scenario"] == scenario.name])
+        return status
     except Interrupted as interrupted:
         return _say(f"{interrupted} in {out}; the same command goes on from there", INTERRUPTED)
+
+
+def _warn_of_overload(scenario: Scenario, runs: list[StoredRun]) -> None:
+    """Say what fleet it takes where hardly a request meets its targets, and no load was asked for."""
+    from fleetpilot.evaluation.segments import offered_load
+
+    goodputs = [run.summary["metrics"]["goodput"]["share"] for run in runs]
+    if (
+        scenario.load is not None
+        or min((share for share in goodputs if share is not None), default=1.0) > HOPELESS_GOODPUT
+    ):
+        return
+    load, instances = offered_load(scenario.segments, scenario.fleet), len(scenario.fleet.profiles)
+    if load is not None and load > 1:
+        warnings.warn(
+            f"{scenario.name}: requests come at {load:.1f} times the rate that the fleet can carry, so most are late "
+            f"whoever dispatches them; it takes {math.ceil(instances * load)} such instances or more, see "
+            "--load and fleetpilot plan",
+            stacklevel=2,
+        )
 
 
 def _policies(names: list[str]) -> list[str]:
