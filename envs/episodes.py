@@ -51,7 +51,7 @@ FLEET_PARAMETERS: Mapping[str, Parameter] = {
     ),
     "poll_interval_s": Parameter("s", _LEAST_POLL_INTERVAL_S, 10.0, "time between polls of an engine's metrics"),
     "poll_delay_s": Parameter("s", 0.0, _MOST_POLL_DELAY_S, "time until a poll is visible"),
-    "warmup_requests": Parameter("requests/instance", 1, 100_000, "requests before the first observation", whole=True),
+    "warmup_requests": Parameter("requests/instance", 0, 100_000, "requests before the first observation", whole=True),
     "scored_requests": Parameter("requests/instance", 1, 100_000, "mean number of scored requests", whole=True),
 }
 """What every scenario's episodes have; `RequestSource.parameters` come on top."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,10 +15,11 @@ from fleetpilot.fleet.jit import inlined, kernel
 from fleetpilot.fleet.slo import CHAT, SLOClass
 from fleetpilot.workloads.arrivals import ArrivalProcess, Gamma, PiecewiseRate
 from fleetpilot.workloads.lengths import LogNormal
+from fleetpilot.workloads.library import workload
 from fleetpilot.workloads.llumnix import llumnix_workload
-from fleetpilot.workloads.selection import select
+from fleetpilot.workloads.selection import select, superpose, within_length
 from fleetpilot.workloads.sessions import Sessions
-from fleetpilot.workloads.table import NO_NODE, NO_PARENT, NO_SESSION, RequestTable
+from fleetpilot.workloads.table import MAX_TOKENS, NO_NODE, NO_PARENT, NO_SESSION, RequestTable
 
 CV = Parameter("", 0.1, 10.0, "coefficient of variation of the gaps between arrivals; 1 is Poisson, above is burstier")
 
@@ -299,6 +301,48 @@ class TraceRequests:
                 "less of fleet_size, warmup_requests or scored_requests"
             )
         return len(self.table) - n + 1
+
+
+@dataclass(frozen=True)
+class TwinRequests:
+    """Consecutive requests of a trace's statistical twin, which is generated when it is first asked for.
+
+    Attributes:
+        spec: a workload (`fleetpilot.workloads.workload`), longer than the longest episode.
+        parts: of it that are laid over each other: a fleet that is so much larger than the trace's.
+        max_tokens: of a request, prompt and answer; longer ones are left out.
+    """
+
+    spec: str
+    parts: int = 1
+    max_tokens: int = MAX_TOKENS
+
+    @cached_property
+    def _trace(self) -> TraceRequests:
+        table = within_length(workload(self.spec), self.max_tokens)
+        return TraceRequests(superpose(table, self.parts) if self.parts > 1 else table)
+
+    @property
+    def slo_classes(self) -> tuple[SLOClass, ...]:
+        """See `RequestSource`."""
+        return self._trace.slo_classes
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[Parameter, Range]]:
+        """None of its own."""
+        return {}
+
+    def draw(self, n: int, values: Mapping[str, float], rng: np.random.Generator) -> RequestTable:
+        """See `RequestSource`."""
+        return self._trace.draw(n, values, rng)
+
+    def most_nodes(self, n: int) -> int:
+        """See `RequestSource`."""
+        return self._trace.most_nodes(n)
+
+    def closed_loop(self) -> bool:
+        """See `RequestSource`."""
+        return self._trace.closed_loop()
 
 
 @kernel

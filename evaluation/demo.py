@@ -9,10 +9,11 @@ from fleetpilot.cluster import FleetConfig
 from fleetpilot.evaluation.experiments.learned import Size, cells
 from fleetpilot.evaluation.report import Report, write_report
 from fleetpilot.evaluation.runner import Scenario, evaluate
-from fleetpilot.evaluation.segments import at_load, cut, within_length
+from fleetpilot.evaluation.segments import at_load, cut
 from fleetpilot.fleet.policy import only_places
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.workloads import workload
+from fleetpilot.workloads.selection import within_length
 
 LOAD = 0.8
 INSTANCES = 12

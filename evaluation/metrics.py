@@ -71,18 +71,6 @@ def window_after_warmup(table: RequestTable, warmup_share: float = 0.1) -> Windo
     return Window(warmup_share * table.span_s, table.span_s)
 
 
-def offered_s(table: RequestTable) -> NDArray[np.float64]:
-    """(n,) when each request was offered: its arrival, or in a closed loop that of the turn which started the chain.
-
-    A closed-loop turn's own arrival depends on the policy, its chain's start does not: so all turns of the chains that
-    started in the window are scored, reached or not.
-    """
-    start = table.arrival_s.copy()
-    for row in np.flatnonzero(np.isnan(start)):  # a parent is a smaller row, so it is known already
-        start[row] = start[table.parent[row]]
-    return start
-
-
 # --- one value per request ---------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from fleetpilot.evaluation import metrics
 from fleetpilot.evaluation.provenance import to_json
+from fleetpilot.workloads.selection import offered_s
 
 if TYPE_CHECKING:
     from fleetpilot.cluster import FleetConfig, RunLog
@@ -113,7 +114,7 @@ def run_one(
     log = simulate(table, fleet, policy, seed=seed, sample_interval_s=sample_interval_s)
     wall_s = time.perf_counter() - started
     window = metrics.window_after_warmup(table, warmup_share)
-    scored = window.contains(metrics.offered_s(table))
+    scored = window.contains(offered_s(table))
     summary = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "backend": "fleetpilot-simulator",

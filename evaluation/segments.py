@@ -8,10 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fleetpilot.evaluation.metrics import offered_s
-from fleetpilot.workloads.selection import row_columns, select
+from fleetpilot.workloads.selection import equal_windows, row_columns, select
 from fleetpilot.workloads.table import NO_PARENT
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ def cut(table: RequestTable, segments: int) -> tuple[RequestTable, ...]:
         ValueError: a window has no request.
     """
     _require_requests(table)
-    _, window, length_s = _windows(table, segments)
+    _, window, length_s = equal_windows(table, segments)
     counts = np.bincount(window, minlength=segments)
     if counts.min() == 0:
         empty = int(counts.argmin())
@@ -67,42 +65,6 @@ def windows_of(segments: tuple[RequestTable, ...], part: str) -> tuple[RequestTa
 def _require_requests(table: RequestTable) -> None:
     if not len(table):
         raise ValueError(f"{table.name}: no requests; expected at least one")
-
-
-def _windows(table: RequestTable, windows: int) -> tuple[NDArray[np.float64], NDArray[np.int64], float]:
-    """(n,) when each request was offered, (n,) the window that is in, and the length of a window."""
-    if windows < 1:
-        raise ValueError(f"segments = {windows}: expected at least 1")
-    offered = offered_s(table)
-    length_s = table.span_s / windows
-    if not length_s:
-        return offered, np.zeros(len(table), np.int64), 0.0
-    return offered, np.minimum((offered / length_s).astype(np.int64), windows - 1), length_s
-
-
-def superpose(table: RequestTable, windows: int) -> RequestTable:
-    """Lay a trace's consecutive windows of equal length over each other: so many times its rate, in its own time.
-
-    Shared prefixes stay shared. A turn with an arrival of its own stands alone if its parent is in another window.
-    """
-    offered, window, length_s = _windows(table, windows)
-    shift_s = window * length_s
-    order = np.argsort(offered - shift_s, kind="stable")
-    row_of = np.full(len(table) + 1, -1)  # index -1 is no parent
-    row_of[order] = np.arange(len(table))
-    together = window[table.parent] == window
-    parent = np.where(together, row_of[table.parent], -1)[order]
-    columns = {name: column[order] for name, column in row_columns(table).items()}
-    columns |= {"arrival_s": (table.arrival_s - shift_s)[order], "parent": parent}
-    return table.replace(name=f"{windows} x {table.name}", **columns)
-
-
-def within_length(table: RequestTable, max_total_tokens: int) -> RequestTable:
-    """The requests of at most so many tokens, prompt and output; what a left-out turn releases goes with it."""
-    fits = table.prompt_tokens.astype(np.int64) + table.output_tokens <= max_total_tokens
-    for row in np.flatnonzero(np.isnan(table.arrival_s)):  # a parent is a smaller row
-        fits[row] &= fits[table.parent[row]]
-    return table if fits.all() else select(table, fits)
 
 
 # --- load --------------------------------------------------------------------------------------------------------

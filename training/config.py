@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fleetpilot.baselines import load_policy
+from fleetpilot.agents import load_policy
 from fleetpilot.cluster.config import Rebalancing, Scaling
 from fleetpilot.envs import ENVIRONMENTS, FleetVectorEnv, RewardWeights, load_scenario
 from fleetpilot.fleet.admission import Admission
@@ -36,7 +36,8 @@ class Imitation:
     """The warm start.
 
     Attributes:
-        policies: baselines to choose among: the one with the best validation return of each scenario is imitated.
+        policies: baselines, or exports, to choose among: the one with the best validation return of each scenario is
+            imitated.
         decisions: to learn from.
     """
 
@@ -114,7 +115,8 @@ class TrainConfig:
         summary: one line.
         environment: id of `fleetpilot.envs`.
         decisions: of PPO, in all rows together.
-        scenarios: name -> what is changed in it; rows are dealt out evenly.
+        scenarios: name -> what is changed in it; rows are dealt out evenly. What follows a ``#`` in a name tells
+            entries of the same scenario apart: ``chat_and_batch#overload``.
         instances: slots of the environments.
         rows: environments stepped at once.
         group: rows that meet the same requests; their mean is the baseline of the workload.
@@ -178,7 +180,7 @@ class TrainConfig:
             for name, arguments in self.environments(stage).items():
                 changes = {key: value for key, value in arguments.items() if key not in of_environments}
                 try:
-                    load_scenario(name).with_changes(**changes)
+                    load_scenario(arguments["scenario"]).with_changes(**changes)
                 except (ValueError, TypeError) as error:
                     raise ValueError(f"scenarios: {name}: {error}") from None
 
@@ -189,9 +191,12 @@ class TrainConfig:
 
     def environments(self, stage: int = -1) -> dict[str, dict[str, Any]]:
         """Scenario -> arguments of its environments, in a stage of the curriculum; the last one by default."""
-        common = {"instances": self.instances}
         return {
-            name: {**common, **_arguments({**self.changes, **changes, **self.stages[stage].changes})}
+            name: {
+                "scenario": name.partition("#")[0],
+                "instances": self.instances,
+                **_arguments({**self.changes, **changes, **self.stages[stage].changes}),
+            }
             for name, changes in self.scenarios.items()
         }
 

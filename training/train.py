@@ -18,9 +18,9 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.utils import set_random_seed
 from torch.distributions import Distribution
 
+from fleetpilot.agents import load_policy
 from fleetpilot.agents.export import export_policy
 from fleetpilot.agents.sb3_policy import SetPolicy
-from fleetpilot.baselines import load_policy
 from fleetpilot.envs import ENVIRONMENTS
 from fleetpilot.fleet.admission import Admission
 from fleetpilot.fleet.features import KINDS

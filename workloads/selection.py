@@ -48,6 +48,54 @@ def select(
     )
 
 
+def offered_s(table: RequestTable) -> NDArray[np.float64]:
+    """(n,) when each request was offered: its arrival, or in a closed loop that of the turn which started the chain.
+
+    A closed-loop turn's own arrival depends on the policy, its chain's start does not: so all turns of the chains that
+    started in the window are scored, reached or not.
+    """
+    start = table.arrival_s.copy()
+    for row in np.flatnonzero(np.isnan(start)):  # a parent is a smaller row, so it is known already
+        start[row] = start[table.parent[row]]
+    return start
+
+
+def equal_windows(table: RequestTable, windows: int) -> tuple[NDArray[np.float64], NDArray[np.int64], float]:
+    """(n,) when each request was offered, (n,) the window that is in, and the length of a window."""
+    if windows < 1:
+        raise ValueError(f"segments = {windows}: expected at least 1")
+    offered = offered_s(table)
+    length_s = table.span_s / windows
+    if not length_s:
+        return offered, np.zeros(len(table), np.int64), 0.0
+    return offered, np.minimum((offered / length_s).astype(np.int64), windows - 1), length_s
+
+
+def superpose(table: RequestTable, windows: int) -> RequestTable:
+    """Lay a trace's consecutive windows of equal length over each other: so many times its rate, in its own time.
+
+    Shared prefixes stay shared. A turn with an arrival of its own stands alone if its parent is in another window.
+    """
+    offered, window, length_s = equal_windows(table, windows)
+    shift_s = window * length_s
+    order = np.argsort(offered - shift_s, kind="stable")
+    row_of = np.full(len(table) + 1, -1)  # index -1 is no parent
+    row_of[order] = np.arange(len(table))
+    together = window[table.parent] == window
+    parent = np.where(together, row_of[table.parent], -1)[order]
+    columns = {name: column[order] for name, column in row_columns(table).items()}
+    columns |= {"arrival_s": (table.arrival_s - shift_s)[order], "parent": parent}
+    return table.replace(name=f"{windows} x {table.name}", **columns)
+
+
+def within_length(table: RequestTable, max_total_tokens: int) -> RequestTable:
+    """The requests of at most so many tokens, prompt and output; what a left-out turn releases goes with it."""
+    fits = table.prompt_tokens.astype(np.int64) + table.output_tokens <= max_total_tokens
+    for row in np.flatnonzero(np.isnan(table.arrival_s)):  # a parent is a smaller row
+        fits[row] &= fits[table.parent[row]]
+    return table if fits.all() else select(table, fits)
+
+
 def row_columns(table: RequestTable) -> dict[str, Any]:
     """The columns with one entry per request, by name."""
     arrays = {name: value for name, value in vars(table).items() if isinstance(value, np.ndarray)}

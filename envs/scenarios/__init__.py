@@ -20,6 +20,7 @@ from fleetpilot.envs.scenarios import (
     slo_1000rps,
     steady,
     tides,
+    twins,
 )
 from fleetpilot.workloads import list_workloads, workload
 
@@ -38,6 +39,7 @@ SCENARIOS: dict[str, Scenario] = {
         node_loss.SCENARIO,
         pd_mixed_bursty.SCENARIO,
         *llumnix.SCENARIOS,
+        *twins.SCENARIOS,
     )
 }
 """All scenarios by name."""

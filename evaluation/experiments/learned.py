@@ -38,7 +38,7 @@ from fleetpilot.evaluation.comparison import (
     interval_text,
 )
 from fleetpilot.evaluation.runner import Scenario, evaluate
-from fleetpilot.evaluation.segments import at_load, capacity_rps, rate_rps, superpose, within_length
+from fleetpilot.evaluation.segments import at_load, capacity_rps, rate_rps
 from fleetpilot.evaluation.statistics import Interval, holm, iqm
 from fleetpilot.evaluation.tables import Table, Text, number
 from fleetpilot.evaluation.tuned import OURS, split_name, tuned_names
@@ -46,6 +46,7 @@ from fleetpilot.fleet.policy import kinds_of, only_places
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.view import KIND_DISPATCH
 from fleetpilot.workloads import RequestTable, workload
+from fleetpilot.workloads.selection import superpose, within_length
 
 LEARNED = ("learned",)
 DEVELOPMENT, VALIDATION, TEST = "development", "validation", "test"

@@ -497,8 +497,9 @@ def _served(
     """What is to be served and by what, as the options say."""
     from fleetpilot.cluster import Failures, FleetConfig, Rebalancing, Scaling, SharedCache, Telemetry
     from fleetpilot.evaluation.runner import compile_kernels, stderr_line
-    from fleetpilot.evaluation.segments import at_load, instances_for_load, superpose
+    from fleetpilot.evaluation.segments import at_load, instances_for_load
     from fleetpilot.fleet.slo import SLO_CLASSES
+    from fleetpilot.workloads.selection import superpose
 
     if arguments.poll_delay_s > MAX_POLLS_IN_FLIGHT * arguments.poll_interval_s:
         raise ValueError(
@@ -595,7 +596,7 @@ def _fitting(table: RequestTable, profiles: Iterable[HardwareProfile], drop: boo
     Raises:
         ValueError: some do not fit and are not to be dropped.
     """
-    from fleetpilot.evaluation.segments import within_length
+    from fleetpilot.workloads.selection import within_length
 
     smallest = min(profiles, key=lambda profile: profile.max_model_len)
     kept = within_length(table, smallest.max_model_len)
@@ -1087,8 +1088,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from fleetpilot.evaluation.planning import Answer, Target, answer, configured, plan_table
     from fleetpilot.evaluation.provenance import to_json
     from fleetpilot.evaluation.runner import compile_kernels, stderr_line
-    from fleetpilot.evaluation.segments import superpose
     from fleetpilot.evaluation.tables import plain
+    from fleetpilot.workloads.selection import superpose
 
     if arguments.ttft_ms is None and arguments.tpot_ms is None:
         raise ValueError("expected --ttft-ms, --tpot-ms or both: a plan needs a target")

@@ -14,6 +14,7 @@ from fleetpilot.envs import FleetVectorEnv, load_scenario
 from fleetpilot.envs.episodes import Episode, Scenario
 from fleetpilot.envs.requests import TraceRequests
 from fleetpilot.envs.testing import check_vector_env
+from fleetpilot.evaluation import capacity_rps
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.training.config import TrainConfig, config_to_toml, load_config
 from fleetpilot.workloads import read_trace, workload
@@ -72,6 +73,18 @@ def test_a_workload_is_a_scenario_too(name: str) -> None:
     settings = {"scenario": name, "instances": 4, "profile": TWO, **SMALL}
     vector, single = (functools.partial(make, id, **settings) for make in (gymnasium.make_vec, gymnasium.make))
     check_vector_env(vector, single, num_envs=3, steps=400)
+
+
+@pytest.mark.parametrize("name", ["azure-conv", "azure-code", "mooncake-conv"])
+def test_a_twin_s_episodes_are_served_at_their_load(name: str) -> None:
+    """Below capacity what is waiting does not grow, and what the formula of the capacity says is what is measured."""
+    scenario = load_scenario(name).with_changes(scored_requests=200, hardware_error=0.0)
+    parts = [draw(scenario, seed, load=1.0) for seed in (0, 1, 2)]
+    assert len({part.table.arrival_s[:10].tobytes() for part in parts}) == 3
+    longest = max(int((part.table.prompt_tokens + part.table.output_tokens).max()) for part in parts)
+    assert longest <= scenario.hardware[0].max_model_len
+    measured = [capacity_rps(part.table, part.fleet) for part in parts]
+    assert np.mean([part.parameters["rate_rps"] for part in parts]) == pytest.approx(np.mean(measured), rel=0.1)
 
 
 def test_instances_have_the_profiles_in_turn() -> None:

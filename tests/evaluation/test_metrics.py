@@ -15,6 +15,7 @@ from fleetpilot.evaluation import metrics
 from fleetpilot.evaluation.metrics import Window
 from fleetpilot.evaluation.provenance import to_json
 from fleetpilot.fleet.slo import SLOClass
+from fleetpilot.workloads.selection import offered_s
 from fleetpilot.workloads.table import make_table
 
 TWO_SECONDS = SLOClass("two seconds", ttft_s=2.0, tpot_s=0.1)
@@ -76,7 +77,7 @@ def test_the_warmup_is_left_out_by_arrival(requests, make_log) -> None:
     table = make_table("t", [0.0, 5.0, 10.0, 50.0, 100.0], [1] * 5, [1] * 5)
     window = metrics.window_after_warmup(table, 0.1)
     assert window == Window(10.0, 100.0)
-    assert window.contains(metrics.offered_s(table)).tolist() == [False, False, True, True, True]
+    assert window.contains(offered_s(table)).tolist() == [False, False, True, True, True]
     # one that arrives in the warm-up is out even if it finishes in the window
     log = make_log(requests({**GOOD, "arrival_s": 9.0}, {**GOOD, "arrival_s": 10.0}))
     assert summarise(log, window)["requests"]["offered"] == 1
@@ -93,7 +94,7 @@ def test_turns_count_with_the_chain_that_they_belong_to() -> None:
         parent=[-1, -1, 0, 2, 1],
         think_s=[nan, nan, 50.0, 50.0, nan],
     )
-    assert metrics.offered_s(table).tolist() == [0.0, 20.0, 0.0, 0.0, 30.0]
+    assert offered_s(table).tolist() == [0.0, 20.0, 0.0, 0.0, 30.0]
 
 
 @pytest.mark.parametrize("edges", [(-1.0, 2.0), (2.0, 1.0), (0.0, np.inf), (np.nan, 1.0)])

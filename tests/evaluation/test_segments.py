@@ -15,11 +15,9 @@ from fleetpilot.evaluation.segments import (
     _backlog,
     instances_for_load,
     rate_rps,
-    select,
-    superpose,
-    within_length,
 )
 from fleetpilot.fleet.profiles import HardwareProfile, load_profile
+from fleetpilot.workloads.selection import select, superpose, within_length
 from fleetpilot.workloads.table import RequestTable, make_table
 
 A10 = load_profile("a10-llama-7b")

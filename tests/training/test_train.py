@@ -54,6 +54,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(TINY, tmp_path_factory.mktemp("whole"))
 
 
+def test_entries_of_one_scenario_are_told_apart() -> None:
+    changes = {"calm": {**BURSTY, "load": 0.5}, "overload": {**BURSTY, "load": 1.1}}
+    config = dataclasses.replace(TINY, scenarios={f"bursty#{name}": of for name, of in changes.items()})
+    found = config.environments()
+    assert [(name, of["scenario"], of["load"]) for name, of in found.items()] == [
+        ("bursty#calm", "bursty", 0.5),
+        ("bursty#overload", "bursty", 1.1),
+    ]
+    costs = {name: of.cost for name, of in validate(load_policy("lmetric"), config.environment, found, 4, 50).items()}
+    assert costs["bursty#overload"] > costs["bursty#calm"]
+
+
 def test_imitation_beats_join_shortest_queue(tmp_path: Path) -> None:
     config = dataclasses.replace(
         TINY,
