@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from fleetpilot import baselines
 from fleetpilot.agents.inference import MODES, WEIGHTS, Memory, decide, decide_rows, score_rows, weight_count
 from fleetpilot.agents.schema import ARRAYS, SCHEMA_VERSION, feature_schema, sizes_for
-from fleetpilot.fleet.admission import Admission, admission_array, is_late
+from fleetpilot.fleet.admission import Admission, admission_array, admitted
 from fleetpilot.fleet.features import KINDS, features, features_for
 from fleetpilot.fleet.jit import UNCOMPILED, function_pointer
 from fleetpilot.fleet.policy import (
@@ -294,9 +294,9 @@ def _gate(admission: str) -> CompiledPolicy:
 
 
 def _checked(slot: int, instances: Any, requests: Any, fleets: Any, late: float, cold: float) -> int:
-    """`REJECT` where a request that is to be dispatched would be late there."""
+    """Where a request goes that is to be dispatched there."""
     sent = slot != NONE and fleets[0].kind == KIND_DISPATCH
-    return REJECT if sent and is_late(instances[slot], requests[0], late, cold) else slot
+    return admitted(slot, instances, requests[0], late, cold) if sent else slot
 
 
 _in_time = _checked if UNCOMPILED else numba.njit(nogil=True)(_checked)

@@ -15,11 +15,11 @@ from fleetpilot.cluster import kernel as cluster
 from fleetpilot.cluster.memory import env_at, view_fleet_at, view_instance_at
 from fleetpilot.cluster.state import ENDED, NEED_DECISION, NIL
 from fleetpilot.envs.rewards import BILLED_S, COMPONENTS, COSTS, MIGRATIONS, billed_s, write_components
-from fleetpilot.fleet.admission import is_late
+from fleetpilot.fleet.admission import admitted
 from fleetpilot.fleet.features import feature_arrays, write_features
 from fleetpilot.fleet.jit import inlined, kernel, part
 from fleetpilot.fleet.policy import answers, choose_at, knows
-from fleetpilot.fleet.view import KIND_DISPATCH, REJECT
+from fleetpilot.fleet.view import KIND_DISPATCH
 
 EPISODE = np.dtype(
     [
@@ -279,9 +279,8 @@ def step_rows(
             and env.decision_kind == KIND_DISPATCH
             and 0 <= choice < none
             and instances[e, choice].candidate != 0
-            and is_late(instances[e, choice], request[e], admission[0], admission[1])
         ):
-            choice = REJECT
+            choice = admitted(choice, instances[e], request[e], admission[0], admission[1])
         cluster.apply(s, e, choice)
         status = cluster.advance(s, e)
         if status == NEED_DECISION and not _is_for(s, e, kinds):

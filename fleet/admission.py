@@ -1,4 +1,4 @@
-"""Early rejection: a request that would be late where it is sent is turned away.
+"""Early rejection: a request that would be late where it is sent goes where it is in time, or else is turned away.
 
 Predictions are those of the profile's constants (`fleetpilot.fleet.latency`). What would be late on an empty instance
 too, by its own prefill, is served where nobody waits, if it is not hopeless: whoever turns away all prompts that no
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fleetpilot.fleet.jit import kernel
 from fleetpilot.fleet.latency import memory_wait_s, prefill_backlog_s, prefill_s, ttft_s
+from fleetpilot.fleet.view import REJECT
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Admission:
     """What is turned away.
 
     Attributes:
-        late: a request whose predicted time to first token is more than this times its target,
+        late: a request whose predicted time to first token is more than this times its target on all instances,
         cold: but for one that its own prefill makes late, up to this times the target, where nobody waits.
     """
 
@@ -44,7 +45,7 @@ def admission_array(admission: Admission | None) -> NDArray[np.float64]:
 
 @kernel
 def is_late(instance: Any, request: Any, late: float, cold: float) -> bool:
-    """Whether the request is turned away that would go to the instance: see `Admission`."""
+    """Whether the request has no place on the instance: see `Admission`."""
     limit_s = late * request.ttft_target_s
     if not request.waited_s + ttft_s(instance, request) > limit_s:
         return False
@@ -52,3 +53,22 @@ def is_late(instance: Any, request: Any, late: float, cold: float) -> bool:
     if alone_s <= limit_s or alone_s > cold * request.ttft_target_s:
         return True
     return bool(prefill_backlog_s(instance) + memory_wait_s(instance, request) > 0.0)
+
+
+@kernel
+def admitted(slot: int, instances: Any, request: Any, late: float, cold: float) -> int:
+    """Where a request goes that is sent to a slot: there, or if it is late there where it is served soonest.
+
+    Returns:
+        The slot of an instance; `REJECT` where the request is late on all.
+    """
+    if not is_late(instances[slot], request, late, cold):
+        return slot
+    best, least_s = REJECT, np.inf
+    for other in range(len(instances)):
+        instance = instances[other]
+        if instance.candidate != 0 and not is_late(instance, request, late, cold):
+            soon_s = ttft_s(instance, request)
+            if soon_s < least_s:
+                best, least_s = other, soon_s
+    return best

@@ -284,29 +284,36 @@ def test_with_an_admission_the_simulator_decides_as_outside(admission: str | Adm
     assert 0 < np.sum(inside["status"] == REJECTED) < len(inside)
 
 
-def test_an_admission_of_its_own_rejects_what_would_be_late_where_it_would_go() -> None:
+def test_an_admission_of_its_own_sends_late_requests_where_they_are_in_time_or_rejects_them() -> None:
     network, own = network_of(some_scorer(), (0,)), Admission(late=0.8, cold=3.0)
     plain, admitting = LearnedPolicy("p", network, "lmetric"), LearnedPolicy("q", network, "lmetric", admission=own)
     envs = FleetVectorEnv(32, scenario="bursty", instances=3, load=1.5, scored_requests=40, warmup_requests=40)
     envs.reset(seed=1)
-    counts = np.zeros(3)
+    rows, counts = np.arange(32), np.zeros(5)
     for _ in range(60):
         placed = plain.decide(envs.view).choice
-        i, r = envs.view.instances[np.arange(32), placed], envs.view.request
-        target_s, sent = r["ttft_target_s"], placed != NONE
-        queue_s, alone_s, first_s = np.array([_times_s(*pair) for pair in zip(i, r, strict=True)]).T
-        late, long = r["waited_s"] + first_s > 0.8 * target_s, r["waited_s"] + alone_s > 0.8 * target_s
-        hopeless = r["waited_s"] + alone_s > 3.0 * target_s
-        rejected = sent & late & (~long | hopeless | (queue_s > 0.0))
-        np.testing.assert_array_equal(admitting.decide(envs.view).choice, np.where(rejected, REJECT, placed))
-        counts += [(rejected & ~long).sum(), (rejected & long).sum(), (sent & late & ~rejected).sum()]
+        views, r = envs.view.instances, envs.view.request
+        times_s = [[_times_s(i, request) for i in of] for of, request in zip(views, r, strict=True)]
+        queue_s, alone_s, first_s = np.moveaxis(np.array(times_s), 2, 0)  # each (32, 3)
+        target_s, waited_s = r["ttft_target_s"][:, None], r["waited_s"][:, None]
+        late, long = waited_s + first_s > 0.8 * target_s, waited_s + alone_s > 0.8 * target_s
+        refused = late & (~long | (waited_s + alone_s > 3.0 * target_s) | (queue_s > 0.0))
+        elsewhere_s = np.where(refused | (views["candidate"] == 0), np.inf, first_s)
+        instead = np.where(np.isinf(elsewhere_s).all(axis=1), REJECT, elsewhere_s.argmin(axis=1))
+        sent, at = placed != NONE, np.maximum(placed, 0)
+        away = sent & refused[rows, at]
+        expected = np.where(away, instead, placed)
+        np.testing.assert_array_equal(admitting.decide(envs.view).choice, expected)
+        alone = sent & late[rows, at] & ~refused[rows, at]
+        counts += [
+            (away & ~long[rows, at]).sum(),
+            (away & long[rows, at]).sum(),
+            alone.sum(),
+            (expected == REJECT).sum(),
+            (away & (expected >= 0)).sum(),
+        ]
         envs.step(np.where(placed == NONE, 3, placed))
-    assert np.all(counts > 0), "late by the queue, late by itself behind others, late by itself alone"
-
-
-def _times_s(instance: Any, request: Any) -> tuple[float, float, float]:
-    queue_s = prefill_backlog_s(instance) + memory_wait_s(instance, request)
-    return queue_s, prefill_s(instance, request), ttft_s(instance, request)
+    assert np.all(counts > 0), "late by the queue, late by itself, alone and served, rejected, sent elsewhere"
 
 
 @pytest.mark.parametrize(("fallback", "message"), [("preble", "expected a compiled policy"), ("best", "not known")])

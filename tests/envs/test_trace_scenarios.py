@@ -113,8 +113,8 @@ def test_a_training_on_a_trace_and_several_profiles(conversations: Path, tmp_pat
     )
     path = tmp_path / "mine.toml"
     path.write_text(config_to_toml(config), "utf-8")
-    ((name, arguments),) = load_config(str(path)).environments().items()
-    envs = FleetVectorEnv(2, scenario=name, **arguments)
+    (arguments,) = load_config(str(path)).environments().values()
+    envs = FleetVectorEnv(2, **arguments)
     assert [profile.name for profile in envs.scenario.hardware] == list(TWO)
     envs.close()
 
