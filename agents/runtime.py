@@ -156,9 +156,9 @@ class LearnedPolicy(CompiledPolicy):
         mode: ``greedy``: the likeliest choice, or ``sample``: drawn, by the decision's random key, so the same for the
             same seed.
         digest: of the export.
-        admission: which requests are rejected, which the network cannot do: an `Admission`, by the instance that was
-            chosen; or those that the baseline of this name would reject, unless a candidate is idle. (If a cold cache
-            makes all requests late, rejecting all would leave it cold.)
+        admission: which requests are rejected, which the network cannot do: an `Admission`, which sends a request
+            elsewhere first if it is in time there; or those that the baseline of this name would reject, unless a
+            candidate is idle. (If a cold cache makes all requests late, rejecting all would leave it cold.)
 
     Raises:
         ValueError: the mode is not known, or a baseline that is named is not compiled, or an oracle bound.

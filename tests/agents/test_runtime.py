@@ -326,6 +326,11 @@ def test_a_fallback_that_cannot_be_is_refused_before_anything_is_written(
     assert not folder.exists()
 
 
+def _times_s(instance: Any, request: Any) -> tuple[float, float, float]:
+    queue_s = prefill_backlog_s(instance) + memory_wait_s(instance, request)
+    return queue_s, prefill_s(instance, request), ttft_s(instance, request)
+
+
 def test_an_export_says_what_it_turns_away_and_its_name_can_say_otherwise(tmp_path: Path) -> None:
     export_policy(
         some_scorer(),
