@@ -1,8 +1,9 @@
 """Writes docs/scaling_policies.md: learned scaling beside the best that tuned baselines reach.
 
-    python tools/build_scaling.py [EXPORT ...] [--out runs/scaling] [--workers N]
+    python tools/build_scaling.py [EXPORT ...] [--fleet FOLDER] [--out runs/scaling] [--workers N]
 
-EXPORT are folders of policies that scale, each one a point. Runs what is not stored yet.
+EXPORT are folders of policies that scale, each one a point. Runs what is not stored yet. FOLDER holds exports of the
+environment Fleet-v0, ``full-0``, ``full-1``, ... of the whole recipe and ``VARIANT-SEED`` of its ablations.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fleetpilot.agents import load_policy
+from fleetpilot.agents.runtime import read_card
 from fleetpilot.envs.scenarios import load_scenario
 from fleetpilot.evaluation.provenance import origin_text
 from fleetpilot.evaluation.runner import Scenario, evaluate
 from fleetpilot.evaluation.runs import StoredRun
-from fleetpilot.evaluation.statistics import Interval
+from fleetpilot.evaluation.statistics import Interval, paired_bootstrap
 from fleetpilot.evaluation.tables import Table, Text, markdown, number
+from fleetpilot.training.config import load_config
+from fleetpilot.training.validation import validate
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling_policies.md"
 
@@ -29,7 +34,7 @@ EPISODES = range(30_000, 30_012)
 RESAMPLES = 2_000
 SAMPLE_INTERVAL_S = 10.0
 
-LOWS = (80, 120, 160, 240, 320, 480, 640, 960)
+LOWS = (80, 120, 160, 240, 320, 480, 640, 960, 1920)
 RATIOS = (1.5, 2.0, 3.0)
 PUBLISHED = (
     *(f"llumnix?low={low}&high={low * ratio:g}" for low in LOWS for ratio in RATIOS),
@@ -42,6 +47,10 @@ OURS = tuple(
 )
 """Our rule; most learned policies are taught by it."""
 RULES = (*PUBLISHED, *OURS)
+
+FLEET, SCENARIO = "fleetpilot/Fleet-v0", "tides"
+FLEET_RULES = ("llumnix?low=160&high=320", "llumnix?low=240&high=480", "llumnix?low=320&high=640")
+ABLATION_EPISODES = 48
 
 
 class Case(NamedTuple):
@@ -174,7 +183,7 @@ def all_cases(of_cases: Sequence[Points], slots: Sequence[int]) -> Points:
 
 
 def percent(interval: Interval | None) -> str:
-    """With its interval, in per cent."""
+    """A share with its interval, in per cent."""
     if interval is None:
         return "-"
     return f"{100 * interval.estimate:+.1f} [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}]"
@@ -233,7 +242,70 @@ def label(policy: str) -> str:
     return f"`{policy}`" if policy in RULES else f"`{Path(policy).name}`"
 
 
-def page(measured: dict[str, Points], policies: Sequence[str]) -> str:
+class Trained(NamedTuple):
+    """What the policies of one recipe come to on the same episodes.
+
+    Attributes:
+        cost: (seeds, episodes) minus the return.
+        goodput: share of the requests.
+        instances: on average.
+        migrations: per 1,000 requests.
+    """
+
+    cost: NDArray[np.float64]
+    goodput: float
+    instances: float
+    migrations: float
+
+
+def trained(policies: Sequence[Any], arguments: dict[str, Any], kinds: Sequence[str]) -> Trained:
+    """Run policies that answer these kinds of decision; without scaling all instances are ready, from start to end."""
+    found = [
+        validate(policy, FLEET, {SCENARIO: {**arguments, "kinds": list(kinds)}}, ABLATION_EPISODES, EPISODES[0])
+        for policy in policies
+    ]
+    each = [one[SCENARIO].metrics for one in found]
+    sums = {name: sum(float(metrics[name].sum()) for metrics in each) for name in each[0]}
+    return Trained(
+        -np.array([metrics["return"] for metrics in each]),
+        1.0 - sums["misses"] / sums["requests"],
+        sums["instance_s"] / sums["duration_s"],
+        1e3 * sums["migrations"] / sums["requests"],
+    )
+
+
+def ablations(folder: Path) -> Table:
+    """What is lost without parts of the recipe of `FLEET`."""
+    variants: dict[str, list[Path]] = {}
+    for export in sorted(folder.glob("*-*")):
+        variants.setdefault(export.name.rpartition("-")[0], []).append(export)
+    config = load_config(str(variants["full"][0] / "training.toml"))
+    arguments = config.environments()[SCENARIO]
+    found = {
+        name: trained([load_policy(str(e)) for e in exports], arguments, read_card(exports[0])["kinds"])
+        for name, exports in variants.items()
+    }
+    kinds = read_card(variants["full"][0])["kinds"]
+    found |= {rule: trained([load_policy(rule)], arguments, kinds) for rule in (*FLEET_RULES, *OURS)}
+    full = found["full"].cost.mean(axis=0)
+    rows = []
+    for name, of in sorted(found.items(), key=lambda item: item[1].cost.mean()):
+        relative = (of.cost.mean(axis=0) - full) / full.mean()
+        numbers = (float(of.cost.mean()), 100 * of.goodput, of.instances, of.migrations)
+        difference = "" if name == "full" else percent(paired_bootstrap(relative))
+        rows.append([Text(f"`{name}`" if name in RULES else name), *map(Text, map(number, numbers)), Text(difference)])
+    counts = ", ".join(f"{name} {len(exports)}" for name, exports in variants.items())
+    return Table(
+        "Ablations of the whole fleet's policy",
+        ["recipe, or rule", "cost", "goodput %", "instances", "migrations per 1,000", "cost against full %"],
+        rows,
+        f"Fleet-v0 on `{SCENARIO}`, {config.decisions:,} decisions each, the seeds' means (policies: {counts}); "
+        f"{ABLATION_EPISODES} episodes of the seeds from {EPISODES[0]:,}, randomised as in training. Cost is minus the "
+        "return. Intervals: bootstrap over episodes.",
+    )
+
+
+def page(measured: dict[str, Points], policies: Sequence[str], ablated: Sequence[Table]) -> str:
     """The page."""
     head = f"""# Learned scaling
 
@@ -247,7 +319,11 @@ seeds {EPISODES[0]:,} to {EPISODES[-1]:,}, none of which is in training or valid
 Instance-seconds are those of a whole run: starting, ready and draining. The P99 of the time to the first token is the
 mean of the episodes'.
 """
-    tables = [answers(measured, policies), *(frontier_table(name, of, policies) for name, of in measured.items())]
+    tables = [
+        answers(measured, policies),
+        *ablated,
+        *(frontier_table(name, of, policies) for name, of in measured.items()),
+    ]
     return "\n".join([head, *map(markdown, tables)]).replace("\n\n\n", "\n\n")
 
 
@@ -255,6 +331,7 @@ def main() -> None:
     """Run it and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("exports", metavar="EXPORT", nargs="*")
+    parser.add_argument("--fleet", metavar="FOLDER", type=Path, help="exports of recipes and seeds")
     parser.add_argument("--out", type=Path, default=Path("runs/scaling"), help="folder of the runs")
     parser.add_argument("--workers", type=int, help="processes (default: the machine's cores)")
     arguments = parser.parse_args()
@@ -265,7 +342,8 @@ def main() -> None:
         measured[name] = points(runs, policies)
     slots = [case.slots for case in CASES.values()]
     measured["all cases"] = all_cases(list(measured.values()), slots)
-    PAGE.write_text(page(measured, policies), encoding="utf-8")
+    ablated = [] if arguments.fleet is None else [ablations(arguments.fleet)]
+    PAGE.write_text(page(measured, policies, ablated), encoding="utf-8")
     print(PAGE)
 
 
