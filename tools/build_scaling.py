@@ -1,9 +1,9 @@
 """Writes docs/scaling_policies.md: learned scaling beside the best that tuned baselines reach.
 
-    python tools/build_scaling.py [EXPORT ...] [--fleet FOLDER] [--out runs/scaling] [--workers N]
+    python tools/build_scaling.py [EXPORT ...] [--ablations FOLDER] [--out runs/scaling] [--workers N]
 
-EXPORT are folders of policies that scale, each one a point. Runs what is not stored yet. FOLDER holds exports of the
-environment Fleet-v0, ``full-0``, ``full-1``, ... of the whole recipe and ``VARIANT-SEED`` of its ablations.
+EXPORT are folders of policies that scale, each one a point. FOLDER holds exports ``full-0``, ``full-1``, ... of a
+recipe with several seeds, and ``VARIANT-SEED`` of its ablations with the same. Runs what is not stored yet.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetpilot.agents import load_policy
-from fleetpilot.agents.runtime import read_card
 from fleetpilot.envs.scenarios import load_scenario
 from fleetpilot.evaluation.provenance import origin_text
 from fleetpilot.evaluation.runner import Scenario, evaluate
 from fleetpilot.evaluation.runs import StoredRun
-from fleetpilot.evaluation.statistics import Interval, paired_bootstrap
+from fleetpilot.evaluation.statistics import Interval, hierarchical_bootstrap
 from fleetpilot.evaluation.tables import Table, Text, markdown, number
 from fleetpilot.training.config import load_config
 from fleetpilot.training.validation import validate
@@ -43,13 +42,13 @@ PUBLISHED = (
 """Others' rules. With the autoscaler's own 300 s next to nothing is drained in episodes of 400 s."""
 OURS = tuple(
     f"llumnix-surge?low={low}&high={high}"
-    for low, high in ((120, 240), (120, 360), (160, 320), (160, 480), (200, 600), (320, 960))
+    for low, high in ((120, 240), (120, 360), (160, 320), (160, 480), (200, 600), (240, 720), (320, 960), (640, 1920))
 )
 """Our rule; most learned policies are taught by it."""
 RULES = (*PUBLISHED, *OURS)
 
-FLEET, SCENARIO = "fleetpilot/Fleet-v0", "tides"
-FLEET_RULES = ("llumnix?low=160&high=320", "llumnix?low=240&high=480", "llumnix?low=320&high=640")
+SCENARIO = "tides"
+BEST_PUBLISHED = ("llumnix?low=160&high=320", "llumnix?low=240&high=480", "llumnix?low=320&high=640")
 ABLATION_EPISODES = 48
 
 
@@ -153,7 +152,7 @@ def saved(ours: Points, theirs: Points, by: str) -> Interval | None:
         by: the wait: ``p99_s`` or ``missed``.
     """
 
-    def share(episodes: NDArray[np.int64]) -> float:
+    def share(episodes: NDArray[Any]) -> float:
         costs, waits = (values[:, episodes].mean(axis=1) for values in (theirs.instance_s, getattr(theirs, by)))
         wait = float(getattr(ours, by)[0, episodes].mean())
         return 1.0 - float(ours.instance_s[0, episodes].mean()) / cost_at(
@@ -249,20 +248,17 @@ class Trained(NamedTuple):
         cost: (seeds, episodes) minus the return.
         goodput: share of the requests.
         instances: on average.
-        migrations: per 1,000 requests.
     """
 
     cost: NDArray[np.float64]
     goodput: float
     instances: float
-    migrations: float
 
 
-def trained(policies: Sequence[Any], arguments: dict[str, Any], kinds: Sequence[str]) -> Trained:
-    """Run policies that answer these kinds of decision; without scaling all instances are ready, from start to end."""
+def trained(policies: Sequence[Any], environment: str, arguments: dict[str, Any]) -> Trained:
+    """Run policies on the episodes of an environment."""
     found = [
-        validate(policy, FLEET, {SCENARIO: {**arguments, "kinds": list(kinds)}}, ABLATION_EPISODES, EPISODES[0])
-        for policy in policies
+        validate(policy, environment, {SCENARIO: arguments}, ABLATION_EPISODES, EPISODES[0]) for policy in policies
     ]
     each = [one[SCENARIO].metrics for one in found]
     sums = {name: sum(float(metrics[name].sum()) for metrics in each) for name in each[0]}
@@ -270,38 +266,37 @@ def trained(policies: Sequence[Any], arguments: dict[str, Any], kinds: Sequence[
         -np.array([metrics["return"] for metrics in each]),
         1.0 - sums["misses"] / sums["requests"],
         sums["instance_s"] / sums["duration_s"],
-        1e3 * sums["migrations"] / sums["requests"],
     )
 
 
 def ablations(folder: Path) -> Table:
-    """What is lost without parts of the recipe of `FLEET`."""
+    """What is lost without parts of a recipe."""
     variants: dict[str, list[Path]] = {}
     for export in sorted(folder.glob("*-*")):
         variants.setdefault(export.name.rpartition("-")[0], []).append(export)
-    config = load_config(str(variants["full"][0] / "training.toml"))
-    arguments = config.environments()[SCENARIO]
+    first = variants["full"][0]
+    config = load_config(str(first / "training.toml"))
+    environment, arguments = config.environment, config.environments()[SCENARIO]
     found = {
-        name: trained([load_policy(str(e)) for e in exports], arguments, read_card(exports[0])["kinds"])
+        name: trained([load_policy(str(export)) for export in exports], environment, arguments)
         for name, exports in variants.items()
     }
-    kinds = read_card(variants["full"][0])["kinds"]
-    found |= {rule: trained([load_policy(rule)], arguments, kinds) for rule in (*FLEET_RULES, *OURS)}
-    full = found["full"].cost.mean(axis=0)
+    found |= {rule: trained([load_policy(rule)], environment, arguments) for rule in (*BEST_PUBLISHED, *OURS)}
+    full = found["full"].cost
     rows = []
-    for name, of in sorted(found.items(), key=lambda item: item[1].cost.mean()):
-        relative = (of.cost.mean(axis=0) - full) / full.mean()
-        numbers = (float(of.cost.mean()), 100 * of.goodput, of.instances, of.migrations)
-        difference = "" if name == "full" else percent(paired_bootstrap(relative))
-        rows.append([Text(f"`{name}`" if name in RULES else name), *map(Text, map(number, numbers)), Text(difference)])
-    counts = ", ".join(f"{name} {len(exports)}" for name, exports in variants.items())
+    for name, of in sorted(found.items(), key=lambda item: float(item[1].cost.mean())):
+        differences = hierarchical_bootstrap((of.cost - full) / full.mean())
+        numbers = (float(of.cost.mean()), 100 * of.goodput, of.instances)
+        against = "" if name == "full" else percent(differences.both if differences else None)
+        rows.append([Text(f"`{name}`" if name in RULES else name), *map(Text, map(number, numbers)), Text(against)])
     return Table(
-        "Ablations of the whole fleet's policy",
-        ["recipe, or rule", "cost", "goodput %", "instances", "migrations per 1,000", "cost against full %"],
+        "Ablations",
+        ["recipe, or rule", "cost", "goodput %", "instances", "cost against full %"],
         rows,
-        f"Fleet-v0 on `{SCENARIO}`, {config.decisions:,} decisions each, the seeds' means (policies: {counts}); "
-        f"{ABLATION_EPISODES} episodes of the seeds from {EPISODES[0]:,}, randomised as in training. Cost is minus the "
-        "return. Intervals: bootstrap over episodes.",
+        f"{config.decisions:,} decisions of training with {len(full)} seeds each; {ABLATION_EPISODES} episodes of the "
+        f"seeds from {EPISODES[0]:,}, which differ as those of the full recipe's training do. Cost is minus the return "
+        "of an episode, differences are against the full recipe with the same seed, with 95 % bootstrap intervals over "
+        "training seeds and episodes.",
     )
 
 
@@ -331,7 +326,7 @@ def main() -> None:
     """Run it and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("exports", metavar="EXPORT", nargs="*")
-    parser.add_argument("--fleet", metavar="FOLDER", type=Path, help="exports of recipes and seeds")
+    parser.add_argument("--ablations", metavar="FOLDER", type=Path, help="exports of recipes and seeds")
     parser.add_argument("--out", type=Path, default=Path("runs/scaling"), help="folder of the runs")
     parser.add_argument("--workers", type=int, help="processes (default: the machine's cores)")
     arguments = parser.parse_args()
@@ -342,7 +337,7 @@ def main() -> None:
         measured[name] = points(runs, policies)
     slots = [case.slots for case in CASES.values()]
     measured["all cases"] = all_cases(list(measured.values()), slots)
-    ablated = [] if arguments.fleet is None else [ablations(arguments.fleet)]
+    ablated = [] if arguments.ablations is None else [ablations(arguments.ablations)]
     PAGE.write_text(page(measured, policies, ablated), encoding="utf-8")
     print(PAGE)
 
