@@ -28,7 +28,7 @@ from fleetpilot.training.validation import validate
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling_policies.md"
 
-EPISODES = range(30_000, 30_012)
+EPISODES = range(40_000, 40_012)
 """Seeds; those of validation begin at 1,000, of training at 1,000,000."""
 RESAMPLES = 2_000
 SAMPLE_INTERVAL_S = 10.0
