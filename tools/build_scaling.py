@@ -52,6 +52,18 @@ BEST_PUBLISHED = ("llumnix?low=160&high=320", "llumnix?low=240&high=480", "llumn
 ABLATION_EPISODES = 48
 
 
+FINDINGS = """\
+- `scale` is what `fleetpilot train --config scale` makes: trained on L40S engines and rising and falling loads alone, at
+  home there and nowhere else. `scale-before` is from that configuration as it was first: it keeps nearly all on.
+- Most of what is saved is a rule's: Llumnix's corridor starts what the load of the moment needs and is late while a
+  load rises; `llumnix-surge`, which `scale` imitated first, starts more at once. What learning added is the last column.
+- Learning takes care: the cost of these policies differs by a few per cent, and advantages that trust a critic beyond
+  the rollout drift towards more instances. The critic reads few ready instances as a sign that the load rises.
+- The course of the load is always that of the scenario. On another one all of this would have to be measured again.
+"""
+"""What came out, in words."""
+
+
 class Case(NamedTuple):
     """Episodes to be tested on.
 
@@ -313,7 +325,8 @@ seeds {EPISODES[0]:,} to {EPISODES[-1]:,}, none of which is in training or valid
 ([how](environment.md)), but with the hardware of the profile and stock telemetry polled ten times a second.
 Instance-seconds are those of a whole run: starting, ready and draining. The P99 of the time to the first token is the
 mean of the episodes'.
-"""
+
+{FINDINGS}"""
     tables = [
         answers(measured, policies),
         *ablated,
