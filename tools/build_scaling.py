@@ -53,12 +53,13 @@ ABLATION_EPISODES = 48
 
 
 FINDINGS = """\
-- `scale` is what `fleetpilot train --config scale` makes: trained on L40S engines and rising and falling loads alone, at
-  home there and nowhere else. `scale-before` is from that configuration as it was first: it keeps nearly all on.
+- `scale` is what `fleetpilot train --config scale` makes: trained on L40S engines and rising and falling loads alone,
+  at home there and nowhere else. `scale-before` is from that configuration as it was first: it keeps nearly all on.
 - Most of what is saved is a rule's: Llumnix's corridor starts what the load of the moment needs and is late while a
-  load rises; `llumnix-surge`, which `scale` imitated first, starts more at once. What learning added is the last column.
-- Learning takes care: the cost of these policies differs by a few per cent, and advantages that trust a critic beyond
-  the rollout drift towards more instances. The critic reads few ready instances as a sign that the load rises.
+  load rises; `llumnix-surge`, which `scale` imitated first, starts more at once. What learning added: the last column.
+- Learning takes care: the cost of these policies differs by a few per cent, and with advantages that trust the critic
+  after one to two minutes every run drifted towards more instances; with those that do not, it got better. The reason
+  may be that few ready instances are a sign of a rising load, which the critic takes for the cause.
 - The course of the load is always that of the scenario. On another one all of this would have to be measured again.
 """
 """What came out, in words."""
