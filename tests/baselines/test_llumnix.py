@@ -253,12 +253,29 @@ def test_draining_looks_at_the_queue_in_llumnix_alone() -> None:
     assert ask("llumnix", KIND_SCALE, 4, **load, **TO_START) == NONE
 
 
-@pytest.mark.parametrize("policy", ["infaas++", "llumnix", "llumnix-paper"])
+@pytest.mark.parametrize("policy", ["infaas++", "llumnix", "llumnix-paper", "llumnix-surge"])
 def test_a_wish_to_start_keeps_a_draining_instance_first(policy: str) -> None:
     states = {"state": [STATE_READY, STATE_READY, STATE_DRAINING, STATE_ABSENT]}
     load = {"free_blocks": [20, 20, 20, 0], "batched": [10, 10, 10, 0]}
     assert ask(policy, KIND_SCALE, 4, **load, **states) == 2
     assert ask(policy, KIND_SCALE, 4, **load, **states, candidate=[1, 1, 0, 1]) == 3
+
+
+def test_a_surge_starts_instances_until_freeness_is_above_the_corridor() -> None:
+    # (307 + 107 - 2 x 7) / 40 = 10 on the dot is in [10, 60]: nothing starts; below it, one does.
+    surge = "llumnix-surge?low=10&high=60"
+    load = {"free_blocks": [307, 107, 0, 0], "batched": [20, 20, 0, 0]}
+    assert ask(surge, KIND_SCALE, 4, **load, **TO_START) == NONE
+    assert ask(surge, KIND_SCALE, 4, **(load | {"free_blocks": [306, 107, 0, 0]}), **TO_START) == 2
+    # While one starts, empty, (400 + 792) / 40 = 29.8 is not enough for 60, but for 29.
+    one_more = {"state": [STATE_READY, STATE_READY, STATE_STARTING, STATE_ABSENT], "candidate": [1, 1, 0, 1]}
+    assert ask(surge, KIND_SCALE, 4, **load, **one_more) == 3
+    assert ask("llumnix", KIND_SCALE, 4, **load, **one_more) == NONE
+    assert ask("llumnix-surge?low=10&high=29", KIND_SCALE, 4, **load, **one_more) == NONE
+    # None is drained while one starts.
+    idle = {"free_blocks": [780, 780, 0, 0], "batched": [1, 1, 0, 0]}
+    assert ask(surge, KIND_SCALE, 4, **idle, **TO_START) == 1
+    assert ask(surge, KIND_SCALE, 4, **idle, **one_more) == NONE
 
 
 def test_the_paper_scales_by_the_mean_freeness_and_drains_the_fewest_running() -> None:

@@ -162,6 +162,7 @@ def test_names() -> None:
         "llumnix",
         "llumnix-base",
         "llumnix-paper",
+        "llumnix-surge",
         "llumnix-v1",
         "hpa-queue",
         "hpa-kv",
