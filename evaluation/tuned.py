@@ -10,7 +10,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
 FORMAT = 1
 OURS = Path(__file__).with_name("tuned.json")
@@ -34,12 +33,6 @@ def read_tuned(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
         if not isinstance(name, str):
             raise ValueError(f"{path}: chosen = {name!r}: expected a policy's name")
     return families  # type: ignore[no-any-return]
-
-
-def split_name(name: str) -> tuple[str, dict[str, str]]:
-    """A policy's name without parameters, and these."""
-    policy, _, parameters = name.partition("?")
-    return policy, dict(parse_qsl(parameters))
 
 
 def tuned_names(path: Path, family: str, policies: Sequence[str]) -> list[str]:

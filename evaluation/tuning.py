@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from fleetpilot.baselines import load_policy, policy_parameters, policy_ranges
+from fleetpilot.baselines import load_policy, policy_parameters, policy_ranges, read_name
 from fleetpilot.cluster import FleetConfig
 from fleetpilot.evaluation.backends import map_over_workers
 from fleetpilot.evaluation.provenance import config_hash, provenance, to_json
 from fleetpilot.evaluation.runner import Cell, Job, Scenario, compile_kernels, outcome_of, stderr_line
 from fleetpilot.evaluation.runs import write_atomically
 from fleetpilot.evaluation.tables import Table, Text
-from fleetpilot.evaluation.tuned import FORMAT, read_tuned, split_name
+from fleetpilot.evaluation.tuned import FORMAT, read_tuned
 from fleetpilot.fleet.policy import Range
 from fleetpilot.fleet.view import KIND_DECODE, KIND_DESTINATION, KIND_DISPATCH, KIND_PREFILL, KIND_SCALE, KIND_SOURCE
 
@@ -75,7 +75,7 @@ class Study:
             asked |= {KIND_SOURCE, KIND_DESTINATION}
         if any(fleet.scaling is not None for fleet in fleets):
             asked.add(KIND_SCALE)
-        policy, fixed = split_name(self.policy)
+        policy, fixed = read_name(self.policy)
         return {
             name: allowed
             for name, allowed in policy_ranges(policy).items()
@@ -142,7 +142,7 @@ def _goodput(summary: dict[str, Any]) -> float:
 
 def with_parameters(policy: str, values: dict[str, float]) -> str:
     """A policy's name with more parameters; those at their defaults are left out."""
-    base, fixed = split_name(policy)
+    base, fixed = read_name(policy)
     defaults = policy_parameters(base)
     said = {name: _rounded(value) for name, value in values.items() if value != defaults[name]}
     text = "&".join(f"{name}={value}" for name, value in {**fixed, **said}.items())
@@ -278,7 +278,7 @@ class _Search:
         }
         sampler = optuna.samplers.TPESampler(seed=study.seed, n_startup_trials=FIRST_ROUND, constant_liar=True)
         self._optuna = optuna.create_study(direction="maximize", sampler=sampler)
-        defaults = policy_parameters(split_name(study.policy)[0])
+        defaults = policy_parameters(read_name(study.policy)[0])
         self._optuna.enqueue_trial({name: defaults[name] for name in self.ranges})
 
     def propose(self) -> list[_Proposal]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetpilot.baselines import load_policy, policy_parameters, policy_ranges
+from fleetpilot.baselines import load_policy, policy_parameters, policy_ranges, read_name
 from fleetpilot.baselines.calibrated import use_after
 from fleetpilot.cluster import FleetConfig, Pools, Telemetry, simulate
 from fleetpilot.evaluation.comparison import interval_text
@@ -27,7 +27,7 @@ from fleetpilot.evaluation.runner import Scenario, evaluate
 from fleetpilot.evaluation.runs import run_one
 from fleetpilot.evaluation.statistics import Interval, paired_bootstrap
 from fleetpilot.evaluation.tables import Table, number
-from fleetpilot.evaluation.tuned import OURS, split_name, tuned_names
+from fleetpilot.evaluation.tuned import OURS, tuned_names
 from fleetpilot.evaluation.tuning import with_parameters
 from fleetpilot.fleet.policy import kinds_of
 from fleetpilot.fleet.profiles import load_profile
@@ -108,7 +108,7 @@ SIGMAS = (0.0, 0.3, 0.7, 1.0, 1.5)
 
 def with_weights(router: str, **changes: float) -> str:
     """A router with other weights."""
-    policy, weights = split_name(router)
+    policy, weights = read_name(router)
     weights |= {name: f"{value:g}" for name, value in changes.items()}
     return f"{policy}?" + "&".join(f"{name}={value}" for name, value in weights.items())
 
@@ -120,7 +120,7 @@ def calibrated(**changes: float) -> str:
 
 def miscalibrated(factor: float, router: str = calibrated()) -> str:
     """With times per token so many times too small: all but the queue weighs that much less, so the queue more."""
-    policy, weights = split_name(router)
+    policy, weights = read_name(router)
     return with_weights(router, queue=factor * float(weights.get("queue", policy_parameters(policy)["queue"])))
 
 

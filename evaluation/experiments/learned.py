@@ -41,7 +41,7 @@ from fleetpilot.evaluation.runner import Scenario, evaluate
 from fleetpilot.evaluation.segments import at_load, capacity_rps, rate_rps
 from fleetpilot.evaluation.statistics import Interval, holm, iqm
 from fleetpilot.evaluation.tables import Table, Text, number
-from fleetpilot.evaluation.tuned import OURS, split_name, tuned_names
+from fleetpilot.evaluation.tuned import OURS, tuned_names
 from fleetpilot.fleet.policy import kinds_of, only_places
 from fleetpilot.fleet.profiles import load_profile
 from fleetpilot.fleet.view import KIND_DISPATCH
@@ -289,7 +289,7 @@ def _best(misses: dict[str, dict[str, float]], others: set[str]) -> Opponents:
     better: dict[str, dict[str, str]] = {}  # policy -> cell -> its name with the better parameters
     for cell, values in misses.items():
         for name in sorted(values.keys() - others, key=values.__getitem__, reverse=True):
-            better.setdefault(split_name(name)[0], {})[cell] = name
+            better.setdefault(baselines.read_name(name)[0], {})[cell] = name
     of = {
         cell: min((names[cell] for names in better.values() if cell in names), key=values.__getitem__)
         for cell, values in misses.items()
@@ -387,7 +387,7 @@ def _answers(policy: str, groups: dict[str, Opponents], found: Sequence[Cell], o
     for title, group in groups.items():
         rows[f"the best of {title} in each cell"] = against(found, title)
         everywhere = {cell.name: (cell.test[policy], cell.test[group.everywhere[cell.name]]) for cell in found}
-        policy_everywhere, _ = split_name(next(iter(group.everywhere.values())))
+        policy_everywhere, _ = baselines.read_name(next(iter(group.everywhere.values())))
         rows[f"the best of {title} over all cells, {policy_everywhere}"] = everywhere
     return [
         _summary(policy, rows),

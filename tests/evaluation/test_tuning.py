@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleetpilot.baselines import BASELINES, load_policy, policy_ranges
+from fleetpilot.baselines import BASELINES, load_policy, policy_ranges, read_name
 from fleetpilot.cluster import FleetConfig, Pools, Rebalancing, Scaling
 from fleetpilot.evaluation import Scenario, cut, tuning
 from fleetpilot.evaluation.experiments import learned
 from fleetpilot.evaluation.segments import windows_of
-from fleetpilot.evaluation.tuned import OURS, read_tuned, split_name, tuned_names
+from fleetpilot.evaluation.tuned import OURS, read_tuned, tuned_names
 from fleetpilot.evaluation.tuning import (
     INSTANCE_PRICE,
     Study,
@@ -215,8 +215,8 @@ def test_what_comes_with_fleetpilot_was_tuned_within_one_budget_and_is_no_worse_
     for family, policies in read_tuned(OURS).items():
         for policy, record in policies.items():
             load_policy(record["chosen"])
-            name, fixed = split_name(policy)
-            chosen, parameters = split_name(record["chosen"])
+            name, fixed = read_name(policy)
+            chosen, parameters = read_name(record["chosen"])
             assert chosen == name
             assert parameters.items() >= fixed.items()
             assert parameters.keys() - fixed.keys() <= policy_ranges(name).keys()
