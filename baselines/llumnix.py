@@ -26,6 +26,7 @@ from fleetpilot.baselines.infaas import (
     DEFAULT_HIGH,
     DEFAULT_LOW,
     check_corridor,
+    count_of,
     dispatch_load_by_priority,
     instance_to_scale,
 )
@@ -40,6 +41,7 @@ from fleetpilot.fleet.view import (
     NONE,
     STATE_DRAINING,
     STATE_READY,
+    STATE_STARTING,
 )
 
 KINDS = (KIND_DISPATCH, KIND_SOURCE, KIND_DESTINATION, KIND_SCALE)
@@ -89,8 +91,13 @@ def destination(instances: Any, threshold: float, headroom: bool) -> int:
     return best
 
 
-def by_artifact(name: str, threshold: float, low: float, high: float, *, priorities: bool) -> CompiledPolicy:
-    """The artifact's rules, with its regard for priorities or without."""
+def by_artifact(
+    name: str, threshold: float, low: float, high: float, *, priorities: bool, surge: bool = False
+) -> CompiledPolicy:
+    """The artifact's rules, with its regard for priorities or without.
+
+    With `surge`, not the artifact's, starting goes on to the corridor's upper end, and none drains while one starts.
+    """
 
     def choose(instances: Any, requests: Any, fleets: Any) -> int:
         kind = fleets[0].kind
@@ -99,6 +106,8 @@ def by_artifact(name: str, threshold: float, low: float, high: float, *, priorit
         if kind == KIND_DESTINATION:
             return destination(instances, threshold, priorities)
         if kind == KIND_SCALE:
+            if surge and count_of(instances, STATE_STARTING) > 0:
+                return instance_to_scale(instances, high, np.inf, True)
             return instance_to_scale(instances, low, high, True)
         if priorities:
             return lowest_candidate(dispatch_load_by_priority, instances, requests, fleets)
