@@ -10,10 +10,13 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from importlib import import_module
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -53,8 +56,9 @@ def map_over_workers(
     Raises:
         ValueError: an unknown backend.
         ChildProcessError: a worker died; with Ray, again and again on the same item.
-        KeyboardInterrupt: after Ctrl-C; items in progress are finished first, and `done` is told. A second Ctrl-C ends
-            them.
+        KeyboardInterrupt: after Ctrl-C. A second Ctrl-C ends the items in progress.
+
+    Items in progress when anything is raised are finished first, and `done` is told.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: expected one of {', '.join(BACKENDS)}")
@@ -67,6 +71,49 @@ def map_over_workers(
         _with_processes(function, items, done, workers or os.cpu_count() or 1, say)
 
 
+class _Worker:
+    """A process that calls a function, at the end of a pipe of its own.
+
+    The pipe ends with the process, in the middle of a result too. Where workers share a pipe, as those of
+    `concurrent.futures` do, the rest of such a result is waited for without end.
+    """
+
+    # spawn: a fork would copy this process's threads (Numba, BLAS) in whatever state they are
+    _context = multiprocessing.get_context("spawn")
+
+    def __init__(self, function: Callable[[Item], Result]):
+        self._connection, theirs = self._context.Pipe()
+        self.process = self._context.Process(target=_answer, args=(theirs, function))
+        self.process.start()
+        theirs.close()
+
+    def call(self, item: Any) -> Any:
+        try:
+            self._connection.send(item)
+            succeeded, result = self._connection.recv()
+        except (EOFError, OSError):
+            raise ChildProcessError(WORKER_DIED) from None
+        if not succeeded:
+            raise result
+        return result
+
+    def end(self) -> None:
+        self._connection.close()
+        self.process.join()
+
+
+def _answer(connection: Connection, function: Callable[[Item], Result]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with connection, suppress(EOFError):
+        while True:
+            item = connection.recv()
+            try:
+                connection.send((True, function(item)))
+            except Exception as error:
+                error.add_note(f"in a worker process:\n{traceback.format_exc()}")
+                connection.send((False, error))
+
+
 def _with_processes(
     function: Callable[[Item], Result],
     items: Sequence[Item],
@@ -74,33 +121,43 @@ def _with_processes(
     workers: int,
     say: Callable[[str], None],
 ) -> None:
-    # spawn: a fork would copy this process's threads (Numba, BLAS) in whatever state they are
-    pool = ProcessPoolExecutor(
-        min(workers, len(items)), multiprocessing.get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)
-    )
-    futures: dict[Future[Result], int] = {pool.submit(function, item): index for index, item in enumerate(items)}
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+    crew = [_Worker(function) for _ in range(min(workers, len(items)))]
+    for worker in crew:
+        idle.put(worker)
 
-    def keep(finished: Iterator[Future[Result]]) -> None:
+    def call(item: Item) -> Result:
+        worker = idle.get()
+        try:
+            return worker.call(item)
+        finally:
+            idle.put(worker)
+
+    # threads wait for the workers: Ctrl-C, which is for the main thread, cannot part a result from its beginning
+    threads = ThreadPoolExecutor(len(crew))
+    futures: dict[Future[Result], int] = {threads.submit(call, item): index for index, item in enumerate(items)}
+
+    def keep(finished: Iterable[Future[Result]]) -> None:
         for future in finished:
             done(futures.pop(future), future.result())
 
     try:
         keep(as_completed(list(futures)))
-    except KeyboardInterrupt:
-        say(INTERRUPTED)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            say(INTERRUPTED)
         try:
-            pool.shutdown(cancel_futures=True)
+            threads.shutdown(cancel_futures=True)
         except KeyboardInterrupt:
-            for process in multiprocessing.active_children():
-                process.terminate()
-        keep(future for future in list(futures) if _succeeded(future))
+            for worker in crew:
+                worker.process.terminate()
+            threads.shutdown()
+        keep([future for future in futures if _succeeded(future)])
         raise
-    except BrokenProcessPool:
-        raise ChildProcessError(WORKER_DIED) from None
-    except BaseException:
-        pool.shutdown(cancel_futures=True)
-        raise
-    pool.shutdown()
+    finally:
+        for worker in crew:
+            worker.end()
+    threads.shutdown()
 
 
 def _succeeded(future: Future[Any]) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,45 @@ def foreign_job() -> Any:
     scenario = Scenario("s", (segment,), FleetConfig.of(load_profile("a10-llama-7b"), 1))
     one = Cell(scenario, 0, "random", 0)
     return one.job({**one.config(), "code": {"package": "0.0.0"}}, "")
+
+
+DIES_WHILE_IT_ANSWERS = """
+    import os, signal, threading, time
+    from pathlib import Path
+    from fleetpilot.evaluation.backends import map_over_workers
+
+    def written():
+        return Path("/proc/self/io").read_text().splitlines()[1]  # wchar: bytes
+
+    def die_after_the_next_write(before):
+        while written() == before:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    class Large:
+        def __reduce__(self):
+            threading.Thread(target=die_after_the_next_write, args=(written(),)).start()
+            return bytes, (b"x" * 500_000_000,)
+
+    def answer(item):
+        return Large() if item == 2 else item
+
+    if __name__ == "__main__":
+        found = {}
+        try:
+            map_over_workers(answer, [0, 1, 2], found.__setitem__, workers=2)
+        except ChildProcessError as error:
+            print(error)
+        print(sorted(found.items()))
+"""
+
+
+def test_a_worker_that_dies_within_a_result_is_not_waited_for(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(DIES_WHILE_IT_ANSWERS))
+    said = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=300).stdout
+    assert "a worker process was ended from outside" in said
+    assert said.splitlines()[-1] == "[(0, 0), (1, 1)]"
 
 
 def test_an_unknown_backend_is_refused() -> None:
