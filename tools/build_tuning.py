@@ -54,20 +54,23 @@ Gains = dict[str, dict[str, Gain]]
 
 
 def search(out: Path, workers: int | None) -> None:
-    """Tune all on every workload, and two for calibrate-then-route, into evaluation/tuned.json."""
-    of = learned.plan()["tuning"]
-    compiled = [name for name in learned.tunable() if isinstance(load_policy(name), CompiledPolicy)]
-    in_python = [name for name in learned.tunable() if name not in compiled]
-    ours = router.tuning_scenarios()
-    tune(ours, router.TUNABLE, out, family=router.FAMILY, trials=of["trials"], workers=workers, command=COMMAND)
-    for group, trials in ((compiled, of["trials"]), (in_python, of["trials_in_python"])):
-        for name in learned.names():
-            print(name, *group, flush=True)
-            tune(learned.development(name), group, out, family=name, trials=trials, workers=workers, command=COMMAND)
-    found = read_tuned(out / "tuned.json")
-    families = {name: {policy: found[name][policy] for policy in learned.tunable()} for name in learned.names()}
-    families[router.FAMILY] = {policy: found[router.FAMILY][policy] for policy in router.TUNABLE}
-    OURS.write_text(to_json({"format": FORMAT, "families": families}) + "\n")
+    """Tune all on every workload, and two for calibrate-then-route, into evaluation/tuned.json.
+
+    A workload that the file has is left as it is: to tune it again, take it out.
+    """
+    of, families = learned.plan()["tuning"], read_tuned(OURS)
+    policies = {**dict.fromkeys(learned.names(), learned.tunable()), router.FAMILY: [*router.TUNABLE]}
+    for family in policies.keys() - families.keys():
+        scenarios = router.tuning_scenarios() if family == router.FAMILY else learned.development(family)
+        compiled = [name for name in policies[family] if isinstance(load_policy(name), CompiledPolicy)]
+        in_python = [name for name in policies[family] if name not in compiled]
+        for group, trials in ((compiled, of["trials"]), (in_python, of["trials_in_python"])):
+            if group:
+                print(family, *group, flush=True)
+                tune(scenarios, group, out, family=family, trials=trials, workers=workers, command=COMMAND)
+        found = read_tuned(out / "tuned.json")[family]
+        families[family] = {policy: found[policy] for policy in policies[family]}
+    OURS.write_text(to_json({"format": FORMAT, "families": {name: families[name] for name in policies}}) + "\n")
 
 
 def validate(out: Path, workers: int | None) -> Gains:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -144,6 +144,14 @@ def elsewhere(name: str, size: Size) -> list[Scenario]:
     ]
 
 
+def starved(size: Size) -> list[Scenario]:
+    """The test windows of pools with a single prefill instance, at every load."""
+    of = plan()["starved"]
+    first, loads = plan()["windows"][TEST], plan()["fleet"]["loads"] if size.loads is None else size.loads
+    seeds = range(first, first + (size.windows or plan()["windows"]["count"]))
+    return [of_environment(of["scenario"], load, seeds, size.share, instances=of["instances"]) for load in loads]
+
+
 def of_environment(
     name: str,
     load: float,
@@ -170,9 +178,17 @@ def of_environment(
     limits = scenario.limits(count)
     episodes = [scenario.draw(np.random.default_rng(seed), limits, {}, length=1.0) for seed in seeds]
     tables = tuple(episode.table for episode in episodes)
+    failures = tuple(episode.fleet.failures for episode in episodes)
     title = cell_name(name, load) + (f", {instances} instances" if instances else "")
     title += "" if poll_delay_s is None else f", polls {poll_delay_s:g} s late"
-    return Scenario(title, tables, episodes[0].fleet, family=name, load=load)
+    return Scenario(
+        title,
+        tables,
+        replace(episodes[0].fleet, failures=None),
+        failures if any(failures) else (),
+        family=name,
+        load=load,
+    )
 
 
 def cell_name(name: str, load: float) -> str:
@@ -280,7 +296,8 @@ def run(
             found.append(Cell(result.name, opponents, {policy.policy: policy for policy in result.policies}))
     usual = [name for name in chosen if cell_name(name, plan()["elsewhere"]["load"]) in misses]
     others = _elsewhere(usual, policies, groups, out, workers, size)
-    answers = [table for policy in policies for table in _answers(policy, groups, found, others)]
+    hungry = _starved(policies, out, workers, size) if plan()["starved"]["scenario"] in chosen else []
+    answers = [table for policy in policies for table in _answers(policy, groups, found, others, hungry)]
     return [_room(misses, groups), _overview(policies, groups, found), *answers]
 
 
@@ -316,6 +333,16 @@ def _elsewhere(
         for result in _collected(runs, scenarios):
             found.append(Cell(result.name, opponents, {policy.policy: policy for policy in result.policies}))
     return found
+
+
+def _starved(policies: Sequence[str], out: Path, workers: int | None, size: Size) -> list[Cell]:
+    """Against what nobody may be worse than."""
+    opponent, scenarios = plan()["starved"]["opponent"], starved(size)
+    runs = evaluate(scenarios, [*policies, opponent], out, seeds=range(size.seeds), workers=workers)
+    return [
+        Cell(result.name, {opponent: opponent}, {policy.policy: policy for policy in result.policies})
+        for result in _collected(runs, scenarios)
+    ]
 
 
 def _collected(runs: Sequence[Any], scenarios: Sequence[Scenario]) -> Iterator[ScenarioResult]:
@@ -377,7 +404,13 @@ def _overview(policies: Sequence[str], groups: dict[str, Opponents], found: Sequ
     return Table("What is missed", [*header, *(f"{policy} %" for policy in policies)], rows, note)
 
 
-def _answers(policy: str, groups: dict[str, Opponents], found: Sequence[Cell], others: Sequence[Cell]) -> list[Table]:
+def _answers(
+    policy: str,
+    groups: dict[str, Opponents],
+    found: Sequence[Cell],
+    others: Sequence[Cell],
+    hungry: Sequence[Cell],
+) -> list[Table]:
     """Of one learned policy."""
 
     def against(cells_of: Sequence[Cell], title: str) -> Pairs:
@@ -393,6 +426,10 @@ def _answers(policy: str, groups: dict[str, Opponents], found: Sequence[Cell], o
         _summary(policy, rows),
         *(_cells(f"{policy}: against the best of {title} in each cell", against(found, title)) for title in groups),
         *(_cells(f"{policy}: other sizes and telemetry, against {title}", against(others, title)) for title in groups),
+        *(
+            _cells(f"{policy}: starved pools, against {title}", against(hungry, title))
+            for title in (hungry[0].opponents if hungry else ())
+        ),
     ]
 
 

@@ -15,7 +15,15 @@ from fleetpilot.evaluation.experiments.learned import TEST, VALIDATION, Size, ce
 from fleetpilot.evaluation.tables import Table
 from fleetpilot.evaluation.tuned import OURS, read_tuned
 
-SMALL = Size(windows=2, share=0.05, seeds=1, cells=("bursty", "azure-conv"), loads=(0.95,), sizes=(2,), delays=(0.5,))
+SMALL = Size(
+    windows=2,
+    share=0.05,
+    seeds=1,
+    cells=("bursty", "azure-conv", "pd_mixed_bursty"),
+    loads=(0.95,),
+    sizes=(2,),
+    delays=(0.5,),
+)
 STAND_IN = "join-shortest-queue"
 
 
@@ -28,9 +36,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Table]]:
 def test_it_begins_with_the_room_and_judges_every_cell(small: tuple[Path, list[Table]]) -> None:
     room, overview, summary, *against = small[1]
     assert room.title == "Room"
-    assert [row[0].text for row in room.rows] == ["bursty at 0.95", "azure-conv at 0.95"]
-    assert len(against) == 4
-    assert [row[0].text for row in against[-1].rows] == [
+    assert [row[0].text for row in room.rows] == ["bursty at 0.95", "pd_mixed_bursty at 0.95", "azure-conv at 0.95"]
+    assert len(against) == 5
+    assert [[row[0].text, row[1].text] for row in against[-1].rows] == [
+        ["pd_mixed_bursty at 0.95, 3 instances", "round-robin"]
+    ]
+    assert [row[0].text for row in against[-2].rows] == [
         "bursty at 0.95, 2 instances",
         "bursty at 0.95, polls 0.5 s late",
     ]
@@ -41,7 +52,7 @@ def test_it_begins_with_the_room_and_judges_every_cell(small: tuple[Path, list[T
     for table in (room, overview, summary, *against):
         assert all(len(row) == len(table.header) for row in table.rows)
     verdicts = [row[summary.header.index("better") :] for row in summary.rows]
-    assert [sum(int(cell.text) for cell in row) for row in verdicts] == [2, 2, 2, 2]
+    assert [sum(int(cell.text) for cell in row) for row in verdicts] == [3, 3, 3, 3]
     rejecting = room.header.index("best of any baseline"), room.header.index("best of baselines that serve all")
     assert "mooncake" in [row[rejecting[0]].text for row in room.rows]
     assert "mooncake" not in [row[rejecting[1]].text for row in room.rows]
@@ -63,8 +74,8 @@ def test_opponents_are_chosen_on_windows_that_do_not_score(
     fields = [[*learned.variants(name), *learned.bounds()] for name in SMALL.cells or ()]
     chosen_with = [policies for _, policies in ran if policies in fields]
     scored_with = [policies for _, policies in ran if policies[0] == STAND_IN]
-    assert len(chosen_with) == 4
-    assert len(scored_with) == 4 + 4, "of one workload on a fleet of another size, and with other telemetry"
+    assert len(chosen_with) == 6
+    assert len(scored_with) == 6 + 4 + 2, "of one workload on a fleet of another size and with other telemetry; pools"
 
 
 @pytest.mark.parametrize("name", learned.names())

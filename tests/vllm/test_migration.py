@@ -47,7 +47,8 @@ Engines = tuple[Engine, Engine]
 Counters = dict[tuple[str, str], float]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.ABCDEFGHIJ"
-ANSWER_TOKENS = 160
+ANSWER_TOKENS = 400
+"""Far more than come while a request is copied, on a busy machine too."""
 LEAST_LEFT_TOKENS = 20
 """Still to come behind the last seam."""
 LEAST_SHARE_BY_NIXL = 0.95
@@ -114,7 +115,7 @@ def test_moved_streams_are_those_of_unmoved_requests(engines: Engines) -> None:
                         before = await metrics(engines[1])
                         task = asyncio.create_task(stream(client, body, route, name))
                         relay = await relay_of(dispatcher, name)
-                        moment = generator.randrange(1, ANSWER_TOKENS // 4)
+                        moment = generator.randrange(1, 40)
                         by_nixl, _, context = await move_and_count(dispatcher, engines, relay, moment, before)
                     await compare(engines, await task, route, body)
                 return by_nixl, context
@@ -138,7 +139,7 @@ def test_streams_moved_there_and_back(engines: Engines) -> None:
                 before = await metrics(engines[1])
                 task = asyncio.create_task(stream(client, body, route, f"twice-{number}"))
                 relay = await relay_of(dispatcher, f"twice-{number}")
-                moment = generator.randrange(1, ANSWER_TOKENS // 6)
+                moment = generator.randrange(1, 25)
                 by_nixl, _, context = await move_and_count(dispatcher, engines, relay, moment, before)
                 assert by_nixl >= LEAST_SHARE_BY_NIXL * context
                 before = await metrics(engines[0])
@@ -221,8 +222,8 @@ def test_from_a_full_engine_with_a_waiting_line(engines: Engines) -> None:
 
     async def test() -> None:
         generator = random.Random(5)
-        running = [a_body(prompt=token_ids(generator, 1840), max_tokens=110) for _ in range(4)]
-        waiting = [a_body(prompt=token_ids(generator, 1000), max_tokens=30) for _ in range(3)]
+        running = [a_body(prompt=token_ids(generator, 1700), max_tokens=250) for _ in range(4)]
+        waiting = [a_body(prompt=token_ids(generator, 1500), max_tokens=30) for _ in range(3)]
         async with serving(engines) as (dispatcher, client):
             tasks = []
             for number, body in enumerate(running + waiting):
@@ -232,7 +233,7 @@ def test_from_a_full_engine_with_a_waiting_line(engines: Engines) -> None:
                     await until(lambda relay=relay: relay.movable)
             while True:
                 _, line, kv_use = await gauges(engines[0])
-                if line and kv_use > 0.9:
+                if line and kv_use > 0.8:
                     break
                 assert not any(task.done() for task in tasks), "the engine did not fill up"
             before = await metrics(engines[1])
