@@ -60,7 +60,7 @@ def search(out: Path, workers: int | None) -> None:
     """
     of, families = learned.plan()["tuning"], read_tuned(OURS)
     policies = {**dict.fromkeys(learned.names(), learned.tunable()), router.FAMILY: [*router.TUNABLE]}
-    for family in policies.keys() - families.keys():
+    for family in [name for name in policies if name not in families]:
         scenarios = router.tuning_scenarios() if family == router.FAMILY else learned.development(family)
         compiled = [name for name in policies[family] if isinstance(load_policy(name), CompiledPolicy)]
         in_python = [name for name in policies[family] if name not in compiled]
