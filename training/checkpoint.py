@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
+import pickle
 import random
 from collections import deque
 from pathlib import Path
@@ -37,7 +37,7 @@ def save_checkpoint(model: Any, folder: Path, more: dict[str, Any]) -> None:
     part = folder / f"{CHECKPOINT}.part"
     file: Any
     with gzip.open(part, "wb", compresslevel=1) as file:  # most of the environments' room is empty
-        torch.save(state, file)
+        pickle.dump(state, file, pickle.HIGHEST_PROTOCOL)  # torch.save would hold all of it in memory several times
     os.replace(part, folder / CHECKPOINT)
 
 
@@ -52,8 +52,8 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: no such file; expected the folder of a run that was begun")
     try:
         with gzip.open(path) as file:
-            state: dict[str, Any] = torch.load(io.BytesIO(file.read()), weights_only=False)
-    except Exception as error:  # of a damaged file torch raises whatever its reader stumbles over
+            state: dict[str, Any] = pickle.load(file)
+    except Exception as error:  # of a damaged file pickle raises whatever it stumbles over
         raise ValueError(f"{path}: cannot be read ({error}); expected a checkpoint") from None
     return state
 

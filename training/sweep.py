@@ -6,6 +6,7 @@ its last checkpoint when it is tried again: by Ray on another worker, or by whoe
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -148,6 +149,7 @@ def train_member(member: Member) -> Trained:
         else:
             shutil.rmtree(folder, ignore_errors=True)  # begun, and lost before the first checkpoint
             begin(member.config, folder, command=member.command, say=say, tick=_quiet)
+        gc.collect()  # a run's environments are gigabytes and refer to each other: the next run would stand beside them
     with np.load(folder / "evaluations.npz") as curve:
         best = int(np.argmin(curve["costs"]))
         return Trained(folder, int(curve["timesteps"][best]), float(curve["costs"][best]))
