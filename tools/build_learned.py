@@ -34,14 +34,14 @@ CURVE, REPORT = "validation.csv", "report.md"
 def curve(rows: Sequence[Sequence[str]]) -> Table:
     """The rows of a run's ``validation.csv``."""
     header, *found = rows
-    best = min(float(row[1]) for row in found)
+    best = min(range(len(found)), key=lambda number: float(found[number][1]))
     cells = [
         [
             Text(f"{int(decisions):,}"),
-            Text(cost, best=float(cost) == best),
+            Text(cost, best=number == best),
             *(Text(f"{float(share):.2%}") for share in goodput),
         ]
-        for decisions, cost, *goodput in found
+        for number, (decisions, cost, *goodput) in enumerate(found)
     ]
     note = (
         "Cost relative to the best baseline of each scenario on the same episodes (1 is as good, less is better), and "
