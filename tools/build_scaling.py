@@ -1,9 +1,11 @@
 """Writes docs/scaling_policies.md: learned scaling beside the best that tuned baselines reach.
 
-    python tools/build_scaling.py [EXPORT ...] [--ablations FOLDER] [--out runs/scaling] [--workers N]
+    python tools/build_scaling.py [EXPORT ...] [--all-kinds EXPORT ...] [--ablations FOLDER ...] [--out runs/scaling]
+        [--workers N]
 
-EXPORT are folders of policies that scale, each one a point. FOLDER holds exports ``full-0``, ``full-1``, ... of a
-recipe with several seeds, and ``VARIANT-SEED`` of its ablations with the same. Runs what is not stored yet.
+EXPORT are folders of policies that scale, each one a point; those of ``--all-kinds`` dispatch and migrate as well. A
+FOLDER holds exports ``full-0``, ``full-1``, ... of a recipe with several seeds, and ``VARIANT-SEED`` of its ablations
+with the same. Runs what is not stored yet.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from fleetpilot.envs.scenarios import load_scenario
 from fleetpilot.evaluation.provenance import origin_text
 from fleetpilot.evaluation.runner import Scenario, evaluate
 from fleetpilot.evaluation.runs import StoredRun
-from fleetpilot.evaluation.statistics import Interval, hierarchical_bootstrap
+from fleetpilot.evaluation.statistics import Interval, hierarchical_bootstrap, stratified_bootstrap
 from fleetpilot.evaluation.tables import Table, Text, markdown, number
-from fleetpilot.training.config import load_config
+from fleetpilot.training.config import TrainConfig, load_config
 from fleetpilot.training.validation import validate
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling_policies.md"
@@ -48,8 +50,10 @@ OURS = tuple(
 RULES = (*PUBLISHED, *OURS)
 
 SCENARIO = "tides"
-BEST_PUBLISHED = ("llumnix?low=160&high=320", "llumnix?low=240&high=480", "llumnix?low=320&high=640")
-ABLATION_EPISODES = 48
+NO_SCALING = "llumnix?low=0&high=1e9"
+TRAINING_EPISODES = 48
+"""Of the tables on what training makes."""
+SIZES = (8, 16)
 
 
 FINDINGS = """\
@@ -62,6 +66,12 @@ FINDINGS = """\
   may be that few ready instances are a sign of a rising load, which the critic takes for the cause.
 - On 48 episodes drawn as for training (load to 0.65, start-up to 60 s, hardware that is off its profile) the cost of
   `scale` and that of the rules do not differ by more than chance.
+- `fleet`, one policy over all kinds of decision, is a clone of `llumnix-surge` and no better: with 8 slots it costs
+  more by more than chance. PPO behind it, tried once, made it worse; perhaps since a rollout of 128 decisions, most of
+  them dispatches, is over in seconds, so that what starting an instance is good for is left to the critic.
+- With a fifth of the decisions `scale` costs more than the rules that it imitates: it keeps more instances. Without
+  imitation it never learns to start one. Without randomisation it is at a loss in some fleets. Whether requests migrate
+  makes no difference beyond chance.
 - The course of the load is always that of the scenario. On another one all of this would have to be measured again.
 """
 """What came out, in words."""
@@ -263,59 +273,116 @@ class Trained(NamedTuple):
         cost: (seeds, episodes) minus the return.
         goodput: share of the requests.
         instances: on average.
+        migrations: per request.
+        fallback: share of a learned policy's decisions, those that its fallback made.
     """
 
     cost: NDArray[np.float64]
     goodput: float
     instances: float
+    migrations: float
+    fallback: float
 
 
-def trained(policies: Sequence[Any], environment: str, arguments: dict[str, Any]) -> Trained:
+def trained(names: Sequence[str], environment: str, arguments: dict[str, Any]) -> Trained:
     """Run policies on the episodes of an environment."""
     found = [
-        validate(policy, environment, {SCENARIO: arguments}, ABLATION_EPISODES, EPISODES[0]) for policy in policies
+        validate(load_policy(name), environment, {SCENARIO: arguments}, TRAINING_EPISODES, EPISODES[0])[SCENARIO]
+        for name in names
     ]
-    each = [one[SCENARIO].metrics for one in found]
-    sums = {name: sum(float(metrics[name].sum()) for metrics in each) for name in each[0]}
+    sums = {name: sum(float(one.metrics[name].sum()) for one in found) for name in found[0].metrics}
     return Trained(
-        -np.array([metrics["return"] for metrics in each]),
+        -np.array([one.metrics["return"] for one in found]),
         1.0 - sums["misses"] / sums["requests"],
         sums["instance_s"] / sums["duration_s"],
+        sums["migrations"] / sums["requests"],
+        float(np.mean([one.fallback_share for one in found])),
     )
+
+
+def difference(of: Trained, to: Trained) -> Interval | None:
+    """Of the cost, as a share; with several seeds the interval is over these and the episodes."""
+    shares = (of.cost - to.cost) / to.cost.mean()
+    if len(shares) == 1:
+        return stratified_bootstrap([shares[0]], np.mean)
+    found = hierarchical_bootstrap(shares)
+    return found.both if found else None
+
+
+COLUMNS = ("cost", "goodput %", "instances", "migrations per 1,000 requests", "fallback %")
+"""Of the tables of `rows_beside`, between the name and the difference."""
+
+
+def rows_beside(found: dict[str, Trained], reference: str, prefix: str = "") -> list[list[Text]]:
+    """By rising cost, each beside the reference."""
+    rows = []
+    for name, of in sorted(found.items(), key=lambda item: float(item[1].cost.mean())):
+        numbers = (float(of.cost.mean()), 100 * of.goodput, of.instances, 1000 * of.migrations, 100 * of.fallback)
+        against = "" if name == reference else percent(difference(of, found[reference]))
+        rows.append([Text(prefix + name), *map(Text, map(number, numbers)), Text(against)])
+    return rows
 
 
 def ablations(folder: Path) -> Table:
     """What is lost without parts of a recipe."""
-    variants: dict[str, list[Path]] = {}
+    variants: dict[str, list[str]] = {}
     for export in sorted(folder.glob("*-*")):
-        variants.setdefault(export.name.rpartition("-")[0], []).append(export)
-    first = variants["full"][0]
-    config = load_config(str(first / "training.toml"))
-    environment, arguments = config.environment, config.environments()[SCENARIO]
+        variants.setdefault(export.name.rpartition("-")[0], []).append(str(export))
+    config = training_of(variants["full"][0])
+    arguments = config.environments()[SCENARIO]
     found = {
-        name: trained([load_policy(str(export)) for export in exports], environment, arguments)
-        for name, exports in variants.items()
+        name: trained(exports, config.environment, own_part(arguments, exports)) for name, exports in variants.items()
     }
-    found |= {rule: trained([load_policy(rule)], environment, arguments) for rule in (*BEST_PUBLISHED, *OURS)}
-    full = found["full"].cost
-    rows = []
-    for name, of in sorted(found.items(), key=lambda item: float(item[1].cost.mean())):
-        differences = hierarchical_bootstrap((of.cost - full) / full.mean())
-        numbers = (float(of.cost.mean()), 100 * of.goodput, of.instances)
-        against = "" if name == "full" else percent(differences.both if differences else None)
-        rows.append([Text(f"`{name}`" if name in RULES else name), *map(Text, map(number, numbers)), Text(against)])
+    assert config.imitation is not None
+    found |= {label(rule): trained([rule], config.environment, arguments) for rule in config.imitation.policies}
+    found["no scaling: all on"] = trained([NO_SCALING], config.environment, {**arguments, "ready_share": 1.0})
+    kind = config.environment.rpartition("/")[2]
     return Table(
-        "Ablations",
-        ["recipe, or rule", "cost", "goodput %", "instances", "cost against full %"],
-        rows,
-        f"{config.decisions:,} decisions of training with {len(full)} seeds each; {ABLATION_EPISODES} episodes of the "
-        f"seeds from {EPISODES[0]:,}, which differ as those of the full recipe's training do. Cost is minus the return "
-        "of an episode, differences are against the full recipe with the same seed, with 95 % bootstrap intervals over "
-        "training seeds and episodes.",
+        f"Ablations, {kind}",
+        ["recipe, or rule", *COLUMNS, "cost against full %"],
+        rows_beside(found, "full"),
+        f"{config.decisions:,} decisions of training with {len(variants['full'])} seeds each; {TRAINING_EPISODES} "
+        f"episodes of the seeds from {EPISODES[0]:,}, which differ as those of the full recipe's training do. Cost is "
+        "minus the return of an episode, differences are against the full recipe with the same seed, with 95 % "
+        "bootstrap intervals over training seeds and episodes. Where a policy is not at home its fallback decides.",
     )
 
 
-def page(measured: dict[str, Points], policies: Sequence[str], ablated: Sequence[Table]) -> str:
+def training_of(export: str) -> TrainConfig:
+    """The configuration that an export was trained with."""
+    return load_config(str(Path(export) / "training.toml"))
+
+
+def own_part(arguments: dict[str, Any], exports: Sequence[str]) -> dict[str, Any]:
+    """Arguments of an environment in which who decides what is as it was in the training of some exports."""
+    own = training_of(exports[0]).environments()[SCENARIO]
+    return {**arguments, **{name: own[name] for name in ("kinds", "others") if name in own}}
+
+
+def all_kinds(export: str) -> Table:
+    """A policy over all kinds of decision beside the rules that it might have imitated."""
+    config = training_of(export)
+    assert config.imitation is not None
+    rows = []
+    for slots in SIZES:
+        arguments = {**config.environments()[SCENARIO], "fleet_size": slots}
+        found = {
+            label(name): trained([name], config.environment, arguments) for name in (*config.imitation.policies, export)
+        }
+        best = min((label(name) for name in config.imitation.policies), key=lambda name: float(found[name].cost.mean()))
+        rows += rows_beside(found, best, f"{slots} slots: ")
+    return Table(
+        "One policy over all kinds",
+        ["policy", *COLUMNS, "cost against the best rule %"],
+        rows,
+        f"`{Path(export).name}` dispatches, migrates and scales. {TRAINING_EPISODES} episodes of the seeds from "
+        f"{EPISODES[0]:,}, which differ as those of training do but for the size of the fleet; of the rules, those "
+        "that were to be imitated. Cost is minus the return of an episode, in brackets 95 % bootstrap intervals over "
+        "the episodes.",
+    )
+
+
+def page(measured: dict[str, Points], policies: Sequence[str], more: Sequence[Table]) -> str:
     """The page."""
     head = f"""# Learned scaling
 
@@ -332,7 +399,7 @@ mean of the episodes'.
 {FINDINGS}"""
     tables = [
         answers(measured, policies),
-        *ablated,
+        *more,
         *(frontier_table(name, of, policies) for name, of in measured.items()),
     ]
     return "\n".join([head, *map(markdown, tables)]).replace("\n\n\n", "\n\n")
@@ -342,7 +409,8 @@ def main() -> None:
     """Run it and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("exports", metavar="EXPORT", nargs="*")
-    parser.add_argument("--ablations", metavar="FOLDER", type=Path, help="exports of recipes and seeds")
+    parser.add_argument("--all-kinds", metavar="EXPORT", nargs="*", default=[], help="policies over all kinds")
+    parser.add_argument("--ablations", metavar="FOLDER", type=Path, nargs="*", default=[], help="recipes and seeds")
     parser.add_argument("--out", type=Path, default=Path("runs/scaling"), help="folder of the runs")
     parser.add_argument("--workers", type=int, help="processes (default: the machine's cores)")
     arguments = parser.parse_args()
@@ -353,8 +421,8 @@ def main() -> None:
         measured[name] = points(runs, policies)
     slots = [case.slots for case in CASES.values()]
     measured["all cases"] = all_cases(list(measured.values()), slots)
-    ablated = [] if arguments.ablations is None else [ablations(arguments.ablations)]
-    PAGE.write_text(page(measured, policies, ablated), encoding="utf-8")
+    more = [*map(all_kinds, arguments.all_kinds), *map(ablations, arguments.ablations)]
+    PAGE.write_text(page(measured, policies, more), encoding="utf-8")
     print(PAGE)
 
 

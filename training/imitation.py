@@ -3,11 +3,14 @@
 In half of the rows the baseline acts, in the other half the network; the baseline says everywhere what it would have
 done (a simple form of DAgger, Ross et al., AISTATS 2011). Learning only from states that the baseline gets into would
 leave the network alone with its first mistake.
+
+Every kind of decision counts the same. An instance starts or drains once in hundreds of requests, and a network that
+learned from decisions as they come would learn to dispatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ ROUND_STEPS = 64
 BATCH = 1024
 EPOCHS = 3
 LEARNING_RATE = 2e-3
+_LABEL = "label"
 
 
 def imitate(
@@ -45,7 +49,7 @@ def imitate(
         say: called with a line per round.
 
     Returns:
-        The share of the last round's decisions in which the network's likeliest choice was the expert's.
+        The share of the decisions it learned from last in which the network's likeliest choice was the expert's.
     """
     optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
     observations: Any = envs.reset()
@@ -53,37 +57,46 @@ def imitate(
         expert.reset(part.num_envs, 0)
     own = np.arange(envs.num_envs) % 2 == 1
     agreement = 0.0
-    rounds = max(1, decisions // (ROUND_STEPS * envs.num_envs))
+    per_round = ROUND_STEPS * envs.num_envs
+    rounds = max(1, decisions // per_round)
+    data: dict[str, NDArray[Any]] = {}
     for done in range(1, rounds + 1):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * (1.0 - (done - 1) / rounds)
-        seen: dict[str, list[NDArray[np.float32]]] = {key: [] for key in ARRAYS}
-        labels = []
+        seen = [data] if data else []
         for _ in range(ROUND_STEPS):
             choice = envs.decide(experts)
-            for key in ARRAYS:
-                seen[key].append(observations[key])
-            labels.append(choice)
+            seen.append({**{key: observations[key] for key in ARRAYS}, _LABEL: choice})
             with torch.no_grad():
                 inputs = {key: torch.as_tensor(observations[key]) for key in ARRAYS}
                 action = policy._predict(inputs).numpy() if done > 1 else choice
             observations = envs.step(np.where(own, action, choice))[0]
-        data = {key: np.concatenate(arrays) for key, arrays in seen.items()}
+        data = {key: np.concatenate([part[key] for part in seen]) for key in seen[0]}
         widen_ranges(policy.scorer, data)
-        agreement = _fit(policy, optimizer, data, np.concatenate(labels), rng)
+        data = newest_of_each_kind(data, per_round)
+        agreement = _fit(policy, optimizer, data, rng)
         say(f"imitation {done / rounds:.0%}: agrees in {agreement:.1%} of decisions")
     return agreement
 
 
+def newest_of_each_kind(data: Mapping[str, NDArray[Any]], size: int) -> dict[str, NDArray[Any]]:
+    """At most `size` decisions, as many of every kind that there is: the newest, of rare ones from many rounds.
+
+    Args:
+        data: (decisions, ...) of everything, oldest first; under ``kind`` one-hot what they are about.
+        size: of what is kept.
+    """
+    kind_of = data["kind"].argmax(axis=1)
+    kinds = np.unique(kind_of)
+    rows = np.concatenate([np.flatnonzero(kind_of == kind)[-(size // len(kinds)) :] for kind in kinds])
+    return {key: values[rows] for key, values in data.items()}
+
+
 def _fit(
-    policy: Any,
-    optimizer: torch.optim.Optimizer,
-    data: dict[str, NDArray[np.float32]],
-    labels: NDArray[np.int64],
-    rng: np.random.Generator,
+    policy: Any, optimizer: torch.optim.Optimizer, data: Mapping[str, NDArray[Any]], rng: np.random.Generator
 ) -> float:
     """A few epochs of cross-entropy; the agreement in the last one."""
-    hits = 0
+    hits, labels = 0, data[_LABEL]
     for _ in range(EPOCHS):
         hits = 0
         order = rng.permutation(len(labels))

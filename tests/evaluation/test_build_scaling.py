@@ -9,6 +9,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from fleetpilot.training.config import config_to_toml, load_config, with_settings
+
 ROOT = Path(__file__).parents[2]
 COSTS, WAITS = np.array([100.0, 80.0, 90.0, 60.0]), np.array([1.0, 2.0, 2.5, 4.0])
 """Of four rules; the third is worse than the second in both."""
@@ -53,3 +55,36 @@ def test_over_all_cases_fleets_of_all_sizes_count_alike(tool: ModuleType) -> Non
     assert together.instance_s[0, 0] == pytest.approx(7.5)
     assert together.p99_s[0, 0] == pytest.approx(2.0)
     assert together.missed[0, 0] == pytest.approx(2.5)
+
+
+def trained(tool: ModuleType, costs: list[list[float]]) -> object:
+    """Of one or several seeds, the same in all else."""
+    return tool.Trained(np.array(costs), goodput=0.99, instances=5.0, migrations=0.01, fallback=0.0)
+
+
+def test_policies_stand_by_rising_cost_beside_the_reference(tool: ModuleType) -> None:
+    found = {"rule": trained(tool, [[2.0, 2.0]]), "mine": trained(tool, [[1.8, 1.8]])}
+    rows = [[cell.text for cell in row] for row in tool.rows_beside(found, "rule", "8 slots: ")]
+    assert rows == [
+        ["8 slots: mine", "1.80", "99.0", "5.00", "10.0", "0.00", "-10.0 [-10.0, -10.0]"],
+        ["8 slots: rule", "2.00", "99.0", "5.00", "10.0", "0.00", ""],
+    ]
+
+
+def test_a_difference_is_of_the_reference_with_the_same_seed_and_episodes(tool: ModuleType) -> None:
+    full = trained(tool, [[1.0, 3.0], [3.0, 1.0]])
+    shifted = tool.difference(trained(tool, [[1.2, 3.2], [3.2, 1.2]]), full)
+    assert (shifted.estimate, shifted.low, shifted.high) == pytest.approx((0.1, 0.1, 0.1))
+    without_training = tool.difference(trained(tool, [[2.0, 2.0]]), full)
+    assert without_training.low < without_training.estimate == 0.0 < without_training.high
+
+
+def test_an_ablation_is_run_with_its_own_deciders_on_the_episodes_of_the_full_recipe(
+    tool: ModuleType, tmp_path: Path
+) -> None:
+    scale = load_config("scale")
+    settings = {"changes.others": "infaas++", "changes.load": 0.9}
+    (tmp_path / "training.toml").write_text(config_to_toml(with_settings(scale, settings)))
+    arguments = scale.environments()["tides"]
+    assert tool.own_part(arguments, [str(tmp_path)]) == {**arguments, "others": "infaas++"}
+    assert arguments["load"] == (0.3, 0.65)
