@@ -30,6 +30,8 @@ from fleetpilot.training.train import EXPORT
 
 PAGE = Path(__file__).parent.parent / "docs" / "ablations.md"
 RECIPE, SHARE, SEEDS, WINDOWS = "dispatch", 5, (0, 1, 2), 2
+RULE = "late=0.8&cold=2"
+"""Early rejection, as `learned` has it."""
 PRIVILEGED = {"predicted_share": 1.0, "predictor_error": 0.0, "poll_interval_s": 0.05, "poll_delay_s": 0.0}
 """Every answer's length is known, and an instance's state as it was 50 ms ago at most."""
 
@@ -118,7 +120,7 @@ def knowing(cell: Scenario) -> Scenario:
 
 def misses(variant: str, out: Path, workers: int | None) -> dict[str, NDArray[np.float64]]:
     """Workload -> (seeds, loads * windows) requests that missed a target, in %."""
-    exports = [str(member.folder / EXPORT) for member in members(variant, out)]
+    exports = [f"{member.folder / EXPORT}?{RULE}" for member in members(variant, out)]
     runs = evaluate(cells(variant), exports, out, seeds=(0,), workers=workers)
     found: dict[str, dict[str, list[float]]] = {}
     for run in runs:
@@ -161,9 +163,10 @@ def page(content: Table) -> str:
 
 Written by `python tools/build_ablations.py`; do not edit. {origin_text()}
 
-The recipe of [`learned`](learned.md), with {learning.imitation.decisions:,} decisions of imitation and
-{learning.decisions:,} of PPO, a fifth of what it has, and three seeds; and the same without one part.
-Baselines alone teach: `learned` itself has had the whole recipe.
+The recipe of [`learned`](learned.md), which is imitation alone, with {learning.imitation.decisions:,}
+decisions, a fifth of what it has, and three seeds; and the same without one part. Baselines alone teach:
+`learned` itself has had the whole recipe. All of them decide with the rule of `learned` (`{RULE}`), and with
+its fallback where they have not been trained: node loss, maintenance and pools.
 
 - *no imitation*: all {learning.imitation.decisions + learning.decisions:,} decisions are of PPO, with a learning rate
   of 0.0005;
