@@ -174,6 +174,11 @@ its fallback where they have not been trained: node loss, maintenance and pools.
 - *privileged state*: every answer's length is known and telemetry is 50 ms old at most, in training and in the test:
   an upper bound of what better predictions and telemetry could bring. Early rejection knows it too.
 
+Imitation is what teaches to hold requests back (`azure-code`) and to keep sessions where their caches are (`agents`);
+PPO alone does neither, but places better where memory binds (`llumnix/...`). Without randomisation `azure-code` and
+`chat_and_batch` are lost: their policies change with the load. Knowing the lengths helps on `azure-code`, and over all
+by no more than chance.
+
 Migration and scaling are no part of it; [learned scaling](scaling_policies.md) has its own ablations.
 
 {markdown(content)}"""
