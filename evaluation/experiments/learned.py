@@ -119,11 +119,19 @@ def names() -> list[str]:
 
 def cells(name: str, part: str, size: Size) -> list[Scenario]:
     """A workload's windows of a part, at every load."""
-    loads = plan()["fleet"]["loads"] if size.loads is None else size.loads
-    first, count = plan()["windows"][part], size.windows or plan()["windows"]["count"]
-    seeds = range(first, first + count)
     make = of_environment if name in plan()["scenarios"] else _of_workload
-    return [make(name, load, seeds, size.share) for load in loads]
+    return [make(name, load, _seeds(part, size), size.share) for load in _loads(size)]
+
+
+def _seeds(part: str, size: Size) -> range:
+    """Of the windows of a part."""
+    first, count = plan()["windows"][part], size.windows or plan()["windows"]["count"]
+    return range(first, first + count)
+
+
+def _loads(size: Size) -> Sequence[float]:
+    loads: Sequence[float] = plan()["fleet"]["loads"] if size.loads is None else size.loads
+    return loads
 
 
 def development(name: str) -> list[Scenario]:
@@ -134,10 +142,9 @@ def development(name: str) -> list[Scenario]:
 def elsewhere(name: str, size: Size) -> list[Scenario]:
     """A scenario's test windows on fleets of other sizes, and with telemetry of other ages."""
     of = plan()["elsewhere"]
-    seeds = range(plan()["windows"][TEST], plan()["windows"][TEST] + (size.windows or plan()["windows"]["count"]))
     counts = of["instances"] if size.sizes is None else size.sizes
     delays = of["poll_delay_s"] if size.delays is None else size.delays
-    given = name, of["load"], seeds, size.share * of["share"]
+    given = name, of["load"], _seeds(TEST, size), size.share * of["share"]
     return [
         *(of_environment(*given, instances=count) for count in counts),
         *(of_environment(*given, poll_delay_s=delay_s) for delay_s in delays),
@@ -146,10 +153,8 @@ def elsewhere(name: str, size: Size) -> list[Scenario]:
 
 def starved(size: Size) -> list[Scenario]:
     """The test windows of pools with a single prefill instance, at every load."""
-    of = plan()["starved"]
-    first, loads = plan()["windows"][TEST], plan()["fleet"]["loads"] if size.loads is None else size.loads
-    seeds = range(first, first + (size.windows or plan()["windows"]["count"]))
-    return [of_environment(of["scenario"], load, seeds, size.share, instances=of["instances"]) for load in loads]
+    of, seeds = plan()["starved"], _seeds(TEST, size)
+    return [of_environment(of["scenario"], load, seeds, size.share, instances=of["instances"]) for load in _loads(size)]
 
 
 def of_environment(

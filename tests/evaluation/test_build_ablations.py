@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import runpy
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,22 +17,16 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_ablations", ROOT / "tools" / "build_ablations.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def tool() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "build_ablations.py")))
 
 
 @pytest.fixture(scope="module")
-def recipe(tool: ModuleType) -> TrainConfig:
+def recipe(tool: SimpleNamespace) -> TrainConfig:
     return tool.shortened(load_config("dispatch"))  # type: ignore[no-any-return]
 
 
-def test_all_have_a_fifth_of_the_decisions(tool: ModuleType, recipe: TrainConfig) -> None:
+def test_all_have_a_fifth_of_the_decisions(tool: SimpleNamespace, recipe: TrainConfig) -> None:
     whole = load_config("dispatch")
     assert whole.imitation is not None
     fifth = (whole.decisions + whole.imitation.decisions) / 5
@@ -48,7 +41,7 @@ def test_nobody_is_taught_by_the_policy_that_has_had_all(recipe: TrainConfig) ->
     assert not any(name.startswith("learned") for name in recipe.imitation.policies)
 
 
-def test_without_randomisation_nothing_is_a_range(tool: ModuleType, recipe: TrainConfig) -> None:
+def test_without_randomisation_nothing_is_a_range(tool: SimpleNamespace, recipe: TrainConfig) -> None:
     config = tool.without_randomisation(recipe)
     for changes in (config.changes, *config.scenarios.values()):
         assert not any(isinstance(value, list | tuple) for value in changes.values())
@@ -56,7 +49,7 @@ def test_without_randomisation_nothing_is_a_range(tool: ModuleType, recipe: Trai
     assert config.scenarios["agents"]["load"] == pytest.approx(0.75)
 
 
-def test_privileged_state_is_known_in_training_and_in_the_test(tool: ModuleType, recipe: TrainConfig) -> None:
+def test_privileged_state_is_known_in_training_and_in_the_test(tool: SimpleNamespace, recipe: TrainConfig) -> None:
     config = tool.privileged(recipe)
     assert all(arguments["predictor_error"] == 0.0 for arguments in config.environments().values())
     (cell,) = learned.cells("bursty", learned.DEVELOPMENT, learned.Size(windows=1, share=0.02, loads=(0.8,)))
@@ -68,7 +61,7 @@ def test_privileged_state_is_known_in_training_and_in_the_test(tool: ModuleType,
     assert replace(known, fleet=cell.fleet, segments=cell.segments) == cell
 
 
-def test_a_variant_is_compared_with_the_recipe_seed_by_seed(tool: ModuleType) -> None:
+def test_a_variant_is_compared_with_the_recipe_seed_by_seed(tool: SimpleNamespace) -> None:
     rng = np.random.default_rng(0)
     whole = {"w": rng.uniform(0, 10, (3, 6)), "v": rng.uniform(0, 10, (3, 6))}
     worse = {name: values + 1.5 for name, values in whole.items()}

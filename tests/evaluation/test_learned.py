@@ -89,6 +89,15 @@ def test_windows_of_the_parts_are_different_and_meet_the_same_requests_at_every_
     assert rates == sorted(rates)
 
 
+def test_every_window_of_node_loss_has_losses_of_its_own() -> None:
+    (cell,) = cells("node_loss", TEST, Size(windows=2, share=0.02, loads=(0.8,)))
+    first, second = cell.failures
+    assert first
+    assert second
+    assert first.at != second.at
+    assert cell.fleet.failures is None
+
+
 def test_no_window_is_drawn_with_a_seed_of_training() -> None:
     windows = learned.plan()["windows"]
     firsts = [windows[part] for part in ("development", "validation", "test")]
