@@ -104,7 +104,9 @@ class Answer:
         self._usage_details: dict[str, Any] = {}  # fields of a chat's usage that a completion's has not
         self._stops = StopStrings(request.stops, bool(request.fields.get("include_stop_str_in_output")))
         self._head: dict[str, Any] = {}  # id, object, created and model of the client's stream
-        self._whole_tokens = 0  # tokens whose text is complete
+        self._whole_tokens = 0  # tokens whose text is complete, as far as is known
+        self._is_sure = True  # that it is: of a chunk of several tokens the last ones may have no text yet
+        self._whole_alone: set[int] = set()  # tokens that came alone and had text: they end no character halfway
         self._tokens_length = 0  # characters of the tokens that log-probabilities were sent for
         self._kept_tokens = 0  # of the answer at the last seam
         self._kept_length = 0  # `_tokens_length` then
@@ -112,8 +114,8 @@ class Answer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no character is incomplete."""
-        return self._whole_tokens == len(self.output_ids)
+        """Whether no character is incomplete, for certain."""
+        return self._is_sure and self._whole_tokens == len(self.output_ids)
 
     def resume(self) -> list[int]:
         """The answer goes on at another engine: the token ids to continue, prompt and answer so far.
@@ -183,12 +185,10 @@ class Answer:
         if prompt_ids and not self.prompt_ids:
             self.prompt_ids = prompt_ids
         token_ids = choice.get("token_ids") or []
-        self.output_ids += token_ids
         text = _text_of(choice)
         if text is None:
             self.fixed = self.fixed or "reasoning or tool calls"
-        if text or not token_ids:
-            self._whole_tokens = len(self.output_ids)
+        self._note_tokens(token_ids, bool(text))
         if self.seams:
             self._leave_out_what_came_before(choice, token_ids)
         if logprobs := choice.get("logprobs"):
@@ -207,6 +207,14 @@ class Answer:
             choice = _stopped_by(stop, choice)
         self.finish_reason = choice["finish_reason"] or ""
         return choice, stop
+
+    def _note_tokens(self, token_ids: list[int], has_text: bool) -> None:
+        if has_text and len(token_ids) == 1 and self.is_whole:
+            self._whole_alone.add(token_ids[0])
+        self.output_ids += token_ids
+        if has_text or not token_ids:
+            self._whole_tokens = len(self.output_ids)
+            self._is_sure = len(token_ids) < 2 or token_ids[-1] in self._whole_alone
 
     def _leave_out_what_came_before(self, choice: dict[str, Any], token_ids: list[int]) -> None:
         """Tokens that the client saw before the seam are not shown again."""

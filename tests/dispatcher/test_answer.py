@@ -136,6 +136,28 @@ def test_a_character_cut_by_the_seam_comes_once(seams: list[int]) -> None:
     assert without_empty(moved(request, seams)) == without_empty(direct)
 
 
+def joined(events: list[bytes], first: int, last: int) -> bytes:
+    """The chunk of the tokens from `first` to `last`, as an engine sends whose server has fallen behind."""
+    chunks = [orjson.loads(data) for data in events[first : last + 1]]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    text = "".join(choice["text"] for choice in choices)
+    token_ids = [token for choice in choices for token in choice["token_ids"]]
+    return orjson.dumps(chunks[0] | {"choices": [choices[-1] | {"text": text, "token_ids": token_ids}]})
+
+
+def test_several_tokens_in_a_chunk_may_end_inside_a_character() -> None:
+    events = engine_events(a_request())
+    answer = Answer(a_request())
+    seen = []
+    for data in (joined(events, 0, 1), events[2], joined(events, 3, 4), events[5], events[6], events[7]):
+        fed(answer, [data])
+        seen.append(answer.is_whole)
+    assert seen == [False, True, False, True, True, True]
+    answer = Answer(a_request())
+    fed(answer, [events[0], joined(events, 0, 1)])
+    assert answer.is_whole, "the last token came alone before, with text"
+
+
 @pytest.mark.parametrize("seams", [[3], [5], [6], [5, 9]])
 def test_token_ids_that_the_client_asked_for_come_once(seams: list[int]) -> None:
     request = a_request(return_token_ids=True)

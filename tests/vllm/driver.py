@@ -48,8 +48,12 @@ class Steered:
 
 def run(test: Callable[[], Awaitable[None]], limit_s: float = 900.0) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(limit_s):
-            await test()
+        try:
+            async with asyncio.timeout(limit_s):
+                await test()
+        except BaseException:  # the streams that it left break, too, and what they say would bury the reason
+            asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+            raise
 
     asyncio.run(bounded())
 

@@ -22,7 +22,7 @@ BLOCK_TOKENS = 32
 START_LIMIT_S = 600.0
 """Up after 25 s on a quiet core; on a very busy machine after more than ten times that."""
 STOP_LIMIT_S = 20.0
-SHOWN_LOG_LINES = 80
+SHOWN_LOG_LINES = 30
 
 
 class EngineError(Exception):

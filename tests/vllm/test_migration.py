@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2 as httpx
@@ -33,7 +34,7 @@ from driver import (
     token_ids,
     until,
 )
-from engines import Engine
+from engines import BLOCK_TOKENS, Engine
 
 from fleetpilot.dispatcher import migration as migration_module
 from fleetpilot.dispatcher.migration import Migration
@@ -52,6 +53,7 @@ ANSWER_TOKENS = 400
 LEAST_LEFT_TOKENS = 20
 """Still to come behind the last seam."""
 LEAST_SHARE_BY_NIXL = 0.95
+"""Of the contexts when they stop. What comes while a copy is made is computed: of a short context that may be more."""
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"stream_options": {"include_usage": True}},
@@ -85,10 +87,26 @@ def context_tokens(relay: Relay) -> int:
     return len(relay.answer.prompt_ids) + len(relay.answer.output_ids)
 
 
+@dataclass(frozen=True)
+class Moved:
+    """Tokens of a request at its new engine: by NIXL, computed, in the last copy; and its context when it stopped."""
+
+    by_nixl: float
+    computed: float
+    copied: int
+    context: int
+
+    @property
+    def all_copies_are_used(self) -> bool:
+        """Nothing is computed but what lies behind the last whole block of the last copy, or at least a token."""
+        found = min(self.copied, self.context - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        return self.computed <= self.context - found
+
+
 async def move_and_count(
     dispatcher: Dispatcher, engines: Engines, relay: Relay, at_tokens: int, before: Counters
-) -> tuple[float, float, int]:
-    """Move a request to the other engine: tokens that came there by NIXL, and were computed, and its context then."""
+) -> Moved:
+    """Move a request to the other engine, whose counters stood so before."""
     destination = 1 - relay.slot
     begun_at = relay.tokens
     migration = await move(dispatcher, relay, destination, at_tokens)
@@ -97,7 +115,12 @@ async def move_and_count(
     assert ANSWER_TOKENS - relay.tokens > LEAST_LEFT_TOKENS
     await until(lambda: relay.ended or migration.resumed_s)
     after = await metrics(engines[destination])
-    return after[NIXL] - before[NIXL], after[COMPUTED] - before[COMPUTED], context
+    by_nixl, computed = (after[source] - before[source] for source in (NIXL, COMPUTED))
+    return Moved(by_nixl, computed, migration.copied_tokens, context)
+
+
+def share_by_nixl(moved: list[Moved]) -> float:
+    return sum(each.by_nixl for each in moved) / sum(each.context for each in moved)
 
 
 def test_moved_streams_are_those_of_unmoved_requests(engines: Engines) -> None:
@@ -107,7 +130,7 @@ def test_moved_streams_are_those_of_unmoved_requests(engines: Engines) -> None:
         turns, slots = asyncio.Lock(), asyncio.Semaphore(3)
         async with serving(engines) as (dispatcher, client):
 
-            async def one(number: int) -> tuple[float, int]:
+            async def one(number: int) -> Moved:
                 route, body, generator = a_request(number)
                 name = f"moved-{number}"
                 async with slots:
@@ -116,13 +139,14 @@ def test_moved_streams_are_those_of_unmoved_requests(engines: Engines) -> None:
                         task = asyncio.create_task(stream(client, body, route, name))
                         relay = await relay_of(dispatcher, name)
                         moment = generator.randrange(1, 40)
-                        by_nixl, _, context = await move_and_count(dispatcher, engines, relay, moment, before)
+                        moved = await move_and_count(dispatcher, engines, relay, moment, before)
                     await compare(engines, await task, route, body)
-                return by_nixl, context
+                return moved
 
             moved = await asyncio.gather(*(one(number) for number in range(16)))
-            print("by NIXL, context:", [(int(by_nixl), context) for by_nixl, context in moved])
-            assert all(by_nixl >= LEAST_SHARE_BY_NIXL * context for by_nixl, context in moved)
+            print(*moved, sep="\n")
+            assert all(each.by_nixl >= each.copied and each.all_copies_are_used for each in moved)
+            assert share_by_nixl(moved) >= LEAST_SHARE_BY_NIXL
             assert_moved(dispatcher, 16)
         await settled(*engines)
 
@@ -130,9 +154,11 @@ def test_moved_streams_are_those_of_unmoved_requests(engines: Engines) -> None:
 
 
 def test_streams_moved_there_and_back(engines: Engines) -> None:
-    """Eight requests, one after another, so that what is computed is theirs too: the first engine has most of it."""
+    """Eight requests, one after another. To the first engine, which has most of them, only what is new is copied."""
 
     async def test() -> None:
+        there: list[Moved] = []
+        back: list[Moved] = []
         async with serving(engines) as (dispatcher, client):
             for number in range(16, 24):
                 route, body, generator = a_request(number)
@@ -140,16 +166,19 @@ def test_streams_moved_there_and_back(engines: Engines) -> None:
                 task = asyncio.create_task(stream(client, body, route, f"twice-{number}"))
                 relay = await relay_of(dispatcher, f"twice-{number}")
                 moment = generator.randrange(1, 25)
-                by_nixl, _, context = await move_and_count(dispatcher, engines, relay, moment, before)
-                assert by_nixl >= LEAST_SHARE_BY_NIXL * context
+                there.append(await move_and_count(dispatcher, engines, relay, moment, before))
                 before = await metrics(engines[0])
                 moment = relay.tokens + generator.randrange(1, 6)
-                _, computed, context = await move_and_count(dispatcher, engines, relay, moment, before)
-                assert computed < (1 - LEAST_SHARE_BY_NIXL) * context
+                back.append(await move_and_count(dispatcher, engines, relay, moment, before))
                 assert relay.answer is not None
                 assert relay.answer.seams == 2
                 await compare(engines, await task, route, body)
             assert_moved(dispatcher, 16)
+        print(*there, *back, sep="\n")
+        assert all(each.by_nixl >= each.copied for each in there)
+        assert all(each.all_copies_are_used for each in there + back)
+        assert share_by_nixl(there) >= LEAST_SHARE_BY_NIXL
+        assert sum(each.computed for each in back) < (1 - LEAST_SHARE_BY_NIXL) * sum(each.context for each in back)
         await settled(*engines)
 
     run(test)

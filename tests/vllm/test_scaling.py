@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from typing import Any
 
@@ -16,6 +17,7 @@ from driver import (
     assert_same,
     direct_stream,
     metrics,
+    relay_of,
     run,
     serving,
     settled,
@@ -43,8 +45,8 @@ from fleetpilot.fleet.view import (
 pytestmark = pytest.mark.vllm
 
 MOVED = 3
-MOVED_TOKENS = 900
-"""Of an answer that is to move: the first must not have ended when the last has begun."""
+MOVED_TOKENS = 1200
+"""Of an answer that is to move: the first must not have ended when the last has begun to move."""
 CONTEXT_TOKENS = 600
 
 
@@ -81,8 +83,7 @@ def test_engines_without_a_sleep_mode_are_refused_though_their_routes_answer(eng
 
 def test_an_engine_is_started_under_load_and_drained_by_migration(engines: tuple[Engine, Engine]) -> None:
     async def test() -> None:
-        policy, generator = Told(), random.Random(9)
-        is_up = asyncio.Event()
+        policy, is_up = Told(), asyncio.Event()
         asked: list[tuple[dict[str, Any], Stream]] = []
         settings = {
             "scaler": "process",
@@ -97,28 +98,35 @@ def test_an_engine_is_started_under_load_and_drained_by_migration(engines: tuple
         }
         async with serving(engines[:1], policy, **settings) as (dispatcher, client):
 
-            async def ask(tokens: int) -> None:
-                body = a_body(max_tokens=tokens) | {"prompt": token_ids(generator, CONTEXT_TOKENS)}
-                asked.append((body, await stream(client, body)))
+            async def ask(number: int, tokens: int) -> None:
+                prompt = token_ids(random.Random(number), CONTEXT_TOKENS)
+                body = a_body(max_tokens=tokens, prompt=prompt)
+                asked.append((body, await stream(client, body, name=f"asked-{number}")))
 
-            async def load() -> None:
-                while not is_up.is_set():
-                    await ask(200)
+            async def load(first: int) -> None:
+                for number in itertools.count(first, 2):
+                    if is_up.is_set():
+                        return
+                    await ask(number, 200)
 
-            streams = [asyncio.create_task(load()) for _ in range(2)]
+            loads = [asyncio.create_task(load(first)) for first in range(2)]
             await until(lambda: len(dispatcher.at[0]) == 2)
             policy.scale = STATE_ABSENT
             await dispatcher.ready(2, START_LIMIT_S)
             assert asked, "no request ended while the engine started"
             is_up.set()
+            await asyncio.gather(*loads)
             policy.scale, policy.slot = None, 1
-            streams += [asyncio.create_task(ask(MOVED_TOKENS)) for _ in range(MOVED)]
-            await until(lambda: sum(relay.movable for relay in dispatcher.at[1].values()) == MOVED)
+            numbers = range(1000, 1000 + MOVED)
+            streams = [asyncio.create_task(ask(number, MOVED_TOKENS)) for number in numbers]
+            relays = [await relay_of(dispatcher, f"asked-{number}") for number in numbers]
+            await until(lambda: all(relay.movable and relay.slot == 1 for relay in relays))
             url, before = dispatcher.fleet.engines[1].url, await metrics(engines[0])
             policy.scale, policy.slot = STATE_READY, 0
             await until(lambda: dispatcher.fleet.engines[1].state == EngineState.ABSENT)
             policy.scale = None
             await asyncio.gather(*streams)
+            assert [relay.migrations for relay in relays] == [1] * MOVED, dict(dispatcher.counts)
             by_nixl = (await metrics(engines[0]))[NIXL] - before[NIXL]
             print("requests:", len(asked), "tokens by NIXL:", int(by_nixl), dict(dispatcher.counts))
             assert dispatcher.counts["migrations completed"] == MOVED

@@ -138,7 +138,7 @@ def test_a_source_killed_during_a_copy(engines: Engines, monkeypatch: pytest.Mon
     monkeypatch.setattr(migration_module, "_copy", copy_from_a_dying_source)
 
     async def test() -> None:
-        body = a_body(prompt=token_ids(random.Random(6), 1000), max_tokens=150)
+        body = a_body(prompt=token_ids(random.Random(6), 1000), max_tokens=600)
         async with serving(engines) as (dispatcher, client):
             task = asyncio.create_task(stream(client, body, name="moving"))
             relay = await relay_of(dispatcher, "moving")
