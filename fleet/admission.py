@@ -2,7 +2,7 @@
 
 Predictions are those of the profile's constants (`fleetpilot.fleet.latency`). What would be late on an empty instance
 too, by its own prefill, is served where nobody waits, if it is not hopeless: whoever turns away all prompts that no
-cache holds never has one in a cache.
+cache holds never has one in a cache. But in a cache that is well filled it would take the place of what others find.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from fleetpilot.fleet.jit import kernel
 from fleetpilot.fleet.latency import memory_wait_s, prefill_backlog_s, prefill_s, ttft_s
 from fleetpilot.fleet.view import REJECT
 
+_WELL_FILLED = 0.5
+"""Share of an instance's KV blocks that cached prompts take: much of the rest is needed for what runs."""
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -25,7 +28,8 @@ class Admission:
 
     Attributes:
         late: a request whose predicted time to first token is more than this times its target on all instances,
-        cold: but for one that its own prefill makes late, up to this times the target, where nobody waits.
+        cold: but for one that its own prefill makes late, up to this times the target, where nobody waits, and nothing
+            runs or the prefix cache is less than half full.
     """
 
     late: float = 1.0
@@ -52,7 +56,11 @@ def is_late(instance: Any, request: Any, late: float, cold: float) -> bool:
     alone_s = request.waited_s + prefill_s(instance, request)
     if alone_s <= limit_s or alone_s > cold * request.ttft_target_s:
         return True
-    return bool(prefill_backlog_s(instance) + memory_wait_s(instance, request) > 0.0)
+    if prefill_backlog_s(instance) + memory_wait_s(instance, request) > 0.0:
+        return True
+    cached_tokens = instance.indexed_tokens + request.prompt_tokens
+    kv_tokens = instance.kv_capacity_blocks * instance.block_size
+    return bool(instance.in_flight > 0.0 and cached_tokens > _WELL_FILLED * kv_tokens)
 
 
 @kernel

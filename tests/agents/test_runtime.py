@@ -289,15 +289,18 @@ def test_an_admission_of_its_own_sends_late_requests_where_they_are_in_time_or_r
     plain, admitting = LearnedPolicy("p", network, "lmetric"), LearnedPolicy("q", network, "lmetric", admission=own)
     envs = FleetVectorEnv(32, scenario="bursty", instances=3, load=1.5, scored_requests=40, warmup_requests=40)
     envs.reset(seed=1)
-    rows, counts = np.arange(32), np.zeros(5)
-    for _ in range(60):
-        placed = plain.decide(envs.view).choice
+    rows, counts = np.arange(32), np.zeros(6)
+    for _ in range(120):
         views, r = envs.view.instances, envs.view.request
+        views["indexed_tokens"][::2] = (views["kv_capacity_blocks"] * views["block_size"])[::2]
+        placed = plain.decide(envs.view).choice
         times_s = [[_times_s(i, request) for i in of] for of, request in zip(views, r, strict=True)]
         queue_s, alone_s, first_s = np.moveaxis(np.array(times_s), 2, 0)  # each (32, 3)
         target_s, waited_s = r["ttft_target_s"][:, None], r["waited_s"][:, None]
         late, long = waited_s + first_s > 0.8 * target_s, waited_s + alone_s > 0.8 * target_s
-        refused = late & (~long | (waited_s + alone_s > 3.0 * target_s) | (queue_s > 0.0))
+        cached = views["indexed_tokens"] + r["prompt_tokens"][:, None]
+        full = (views["in_flight"] > 0) & (cached > 0.5 * views["kv_capacity_blocks"] * views["block_size"])
+        refused = late & (~long | (waited_s + alone_s > 3.0 * target_s) | (queue_s > 0.0) | full)
         elsewhere_s = np.where(refused | (views["candidate"] == 0), np.inf, first_s)
         instead = np.where(np.isinf(elsewhere_s).all(axis=1), REJECT, elsewhere_s.argmin(axis=1))
         sent, at = placed != NONE, np.maximum(placed, 0)
@@ -305,15 +308,17 @@ def test_an_admission_of_its_own_sends_late_requests_where_they_are_in_time_or_r
         expected = np.where(away, instead, placed)
         np.testing.assert_array_equal(admitting.decide(envs.view).choice, expected)
         alone = sent & late[rows, at] & ~refused[rows, at]
+        unqueued = sent & long[rows, at] & (waited_s + alone_s <= 3.0 * target_s)[rows, at] & (queue_s <= 0.0)[rows, at]
         counts += [
             (away & ~long[rows, at]).sum(),
             (away & long[rows, at]).sum(),
             alone.sum(),
             (expected == REJECT).sum(),
             (away & (expected >= 0)).sum(),
+            (away & unqueued).sum(),
         ]
         envs.step(np.where(placed == NONE, 3, placed))
-    assert np.all(counts > 0), "late by the queue, late by itself, alone and served, rejected, sent elsewhere"
+    assert np.all(counts > 0), "late by the queue, by itself, alone and served, rejected, sent elsewhere, and refused for a cache"
 
 
 @pytest.mark.parametrize(("fallback", "message"), [("preble", "expected a compiled policy"), ("best", "not known")])
