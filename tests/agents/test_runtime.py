@@ -318,7 +318,9 @@ def test_an_admission_of_its_own_sends_late_requests_where_they_are_in_time_or_r
             (away & unqueued).sum(),
         ]
         envs.step(np.where(placed == NONE, 3, placed))
-    assert np.all(counts > 0), "late by the queue, by itself, alone and served, rejected, sent elsewhere, and refused for a cache"
+    assert np.all(counts > 0), (
+        "late by the queue, by itself, alone and served, rejected, sent elsewhere, and refused for a cache"
+    )
 
 
 @pytest.mark.parametrize(("fallback", "message"), [("preble", "expected a compiled policy"), ("best", "not known")])
