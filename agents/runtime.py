@@ -59,7 +59,7 @@ def load_policy(name: str) -> Policy:
     """A policy by name: a baseline's (`fleetpilot.baselines.load_policy`), one of `SHIPPED`, or an export's folder.
 
     A folder is what exists as one or has a slash in it. Behind a ``?`` an export takes ``mode``, ``admission`` (a
-    baseline's name, or ``none``), or ``late`` and ``cold`` of an admission of its own (`Admission`):
+    baseline's name, or ``none``), or numbers of an admission of its own (`Admission`), ``late``, ``cold``, ``busy``:
     ``runs/mine/export?mode=sample&admission=mooncake``.
 
     Raises:
@@ -71,10 +71,10 @@ def load_policy(name: str) -> Policy:
     if not (base in SHIPPED or is_export_name(base)):
         known = ", ".join((*baselines.BASELINES, *SHIPPED))
         raise ValueError(f"policy {base!r} is not known; expected one of {known}, or the folder of an export")
-    if set(given) - {"mode", "admission", "late", "cold"}:
+    if set(given) - {"mode", "admission", "late", "cold", "busy"}:
         raise ValueError(
-            f"policy {name!r}: expected nothing but mode={' or mode='.join(MODES)} and admission=NAME, or late=X and "
-            "cold=X, behind the ?"
+            f"policy {name!r}: expected nothing but mode={' or mode='.join(MODES)} and admission=NAME, or late=X, "
+            "cold=X and busy=X, behind the ?"
         )
     folder = SHIPPED.get(base, Path(base))
     policy = load_export(folder, given.pop("mode", None), _asked_admission(name, folder, given))
@@ -88,11 +88,11 @@ def _asked_admission(name: str, folder: Path, given: dict[str, str]) -> str | Ad
     if not given:
         return None if baseline == "none" else baseline
     if baseline != OWN:
-        raise ValueError(f"policy {name!r}: admission=NAME is without late and cold; expected one of both")
+        raise ValueError(f"policy {name!r}: admission=NAME is without late, cold and busy; expected one of both")
     try:
         asked = {key: float(value) for key, value in given.items()}
     except ValueError:
-        raise ValueError(f"policy {name!r}: expected numbers for late and cold") from None
+        raise ValueError(f"policy {name!r}: expected numbers for {', '.join(given)}") from None
     return replace(_own_admission(folder, read_card(folder)) or Admission(), **asked)
 
 
@@ -206,7 +206,7 @@ class LearnedPolicy(CompiledPolicy):
                 if said == REJECT:
                     return said
             slot = decide(self._memory, instances, requests, fleets)
-            return _in_time(slot, instances, requests, fleets, *admission_array(own)) if own else slot
+            return _in_time(slot, instances, requests, fleets, admission_array(own)) if own else slot
 
         super().__init__(name, choose, tuple(sorted({*network.kinds, *other.kinds})))
 
@@ -223,11 +223,11 @@ class LearnedPolicy(CompiledPolicy):
         if self.admission is None:
             return numba.cfunc(CHOOSE_SIGNATURE, nogil=True)(choose)
         if isinstance(self.admission, Admission):
-            late, cold = float(self.admission.late), float(self.admission.cold)
+            own = tuple(admission_array(self.admission).tolist())
 
             def in_time(instances: Any, requests: Any, fleets: Any) -> int:
                 slot = _call(decider, memory, instances, requests, fleets)
-                return _in_time(slot, instances, requests, fleets, late, cold)
+                return _in_time(slot, instances, requests, fleets, own)
 
             return numba.cfunc(CHOOSE_SIGNATURE, nogil=True)(in_time)
         assert self._gate is not None
@@ -293,10 +293,10 @@ def _gate(admission: str) -> CompiledPolicy:
         raise ValueError(f"admission = {admission!r}: {error}") from None
 
 
-def _checked(slot: int, instances: Any, requests: Any, fleets: Any, late: float, cold: float) -> int:
+def _checked(slot: int, instances: Any, requests: Any, fleets: Any, admission: Any) -> int:
     """Where a request goes that is to be dispatched there."""
     sent = slot != NONE and fleets[0].kind == KIND_DISPATCH
-    return admitted(slot, instances, requests[0], late, cold) if sent else slot
+    return admitted(slot, instances, requests[0], admission) if sent else slot
 
 
 _in_time = _checked if UNCOMPILED else numba.njit(nogil=True)(_checked)

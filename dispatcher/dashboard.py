@@ -68,8 +68,9 @@ def _said_of(policy: Policy) -> str:
         rejected = "no request is rejected"
     elif isinstance(admission, Admission):
         rejected = (
-            f"a request that would be later than {admission.late:g} times its target on all of them is rejected, where "
-            f"nobody waits and its own prefill is why, {admission.cold:g} times"
+            f"a request that would be later than {admission.late:g} times its target on all of them is rejected, on "
+            f"slow ones {admission.busy * admission.late:g} times, where nobody waits and its own prefill is why, "
+            f"{admission.cold:g} times"
         )
     else:
         rejected = f"what {admission} would reject is rejected"

@@ -280,7 +280,7 @@ def step_rows(
             and 0 <= choice < none
             and instances[e, choice].candidate != 0
         ):
-            choice = admitted(choice, instances[e], request[e], admission[0], admission[1])
+            choice = admitted(choice, instances[e], request[e], admission)
         cluster.apply(s, e, choice)
         status = cluster.advance(s, e)
         if status == NEED_DECISION and not _is_for(s, e, kinds):

@@ -65,7 +65,7 @@ class Stepper:
         episodes: (E,) `EPISODE`.
         metrics: (E, METRICS), written in rows whose episode ends.
         weights: of the reward's components.
-        admission: (2,) `fleetpilot.fleet.admission.admission_array`.
+        admission: (3,) `fleetpilot.fleet.admission.admission_array`.
         deciders: of `step_rows`: the kinds of decision that are the agent's, the policy that answers the others, and
             the kinds that this one knows.
         threads: at most, this one included: each has a row at least, and `LEAST_US` to do.

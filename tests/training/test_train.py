@@ -226,11 +226,11 @@ def test_training_ends_early_when_it_gets_no_better(tmp_path: Path) -> None:
         ),
         (
             "environment = 'fleetpilot/Dispatch-v0'\ndecisions = 1\n[scenarios.steady]\nadmission = 1",
-            "admission = 1: expected a table with some of late, cold",
+            "admission = 1: expected a table with some of late, cold, busy",
         ),
         (
             "environment = 'fleetpilot/Dispatch-v0'\ndecisions = 1\n[scenarios.steady]\nadmission = { foo = 1 }",
-            "admission = {'foo': 1}: expected a table with some of late, cold",
+            "admission = {'foo': 1}: expected a table with some of late, cold, busy",
         ),
         ("decisions = ", "not TOML"),
     ],
