@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def export_run(
     out: Path | None = None,
     mode: str | None = None,
     fallback: str | None = None,
-    late: float | None = None,
+    admission: Mapping[str, float] | None = None,
 ) -> Path:
     """Export the best policy of a run, its configuration and its curve.
 
@@ -116,7 +116,7 @@ def export_run(
         out: folder of the export, ``export`` in that of the run by default.
         mode: see `export_policy`; as all others the run's by default.
         fallback: likewise.
-        late: of its `Admission`.
+        admission: fields of its `Admission`.
 
     Raises:
         ValueError: it is no run's folder, there is no model yet, or an argument is wrong.
@@ -125,7 +125,9 @@ def export_run(
     model = folder / "best_model.zip"
     if not model.is_file():
         raise ValueError(f"{model}: no such file; expected a run that was validated once at least")
-    return _export(FleetPPO.load(model, device="cpu"), config, folder, out or folder / EXPORT, mode, fallback, late)
+    return _export(
+        FleetPPO.load(model, device="cpu"), config, folder, out or folder / EXPORT, mode, fallback, admission
+    )
 
 
 def _export(
@@ -135,7 +137,7 @@ def _export(
     out: Path,
     mode: str | None = None,
     fallback: str | None = None,
-    late: float | None = None,
+    admission: Mapping[str, float] | None = None,
 ) -> Path:
     from fleetpilot.evaluation.provenance import provenance
 
@@ -145,7 +147,7 @@ def _export(
         out,
         fallback=fallback or config.fallback,
         mode=mode or config.mode,
-        admission=config.admission() if late is None else replace(config.admission() or Admission(), late=late),
+        admission=replace(config.admission() or Admission(), **admission) if admission else config.admission(),
         provenance={
             **provenance(),
             "config": config.name,

@@ -186,13 +186,18 @@ def _add_export(command: Callable[..., Any], commands: Any) -> None:
     parser.add_argument(
         "--late", metavar="X", type=float, help="reject what would be later than X times its target (docs/training.md)"
     )
+    parser.add_argument(
+        "--busy", metavar="X", type=float, help="where tokens take long, what would be later than X times that"
+    )
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from fleetpilot.agents import load_export
     from fleetpilot.training.train import export_run
 
-    folder = export_run(arguments.folder, arguments.out, arguments.mode, arguments.fallback, arguments.late)
+    asked = {name: getattr(arguments, name) for name in ("late", "busy")}
+    admission = {name: value for name, value in asked.items() if value is not None}
+    folder = export_run(arguments.folder, arguments.out, arguments.mode, arguments.fallback, admission)
     load_export(folder)
     print(folder)
     return 0

@@ -60,8 +60,8 @@ def test_a_policy_for_all_kinds_of_decision_is_trained_exported_used_and_explain
     assert "seed = 3" in (folder / "Fleet-v0" / "config.toml").read_text()
     policy = tmp_path / "policy"
     assert load_policy(str(folder / "export")).admission == Admission(late=1.5)  # type: ignore[attr-defined]
-    assert main(["export", str(folder), "-o", str(policy), "--mode", "sample", "--late", "0.8"]) == 0
-    assert load_policy(str(policy)).admission == Admission(late=0.8)  # type: ignore[attr-defined]
+    assert main(["export", str(folder), "-o", str(policy), "--mode", "sample", "--late", "0.8", "--busy", "0.7"]) == 0
+    assert load_policy(str(policy)).admission == Admission(late=0.8, busy=0.7)  # type: ignore[attr-defined]
     workload = ["--workload", "poisson?rate=4&n=200", "--instances", "3", "--rebalance-s", "1", "--ready", "2"]
     assert main(["simulate", "--policy", f"{policy}?mode=greedy", *workload]) == 0
     assert "goodput" in capsys.readouterr().out
