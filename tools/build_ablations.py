@@ -165,7 +165,7 @@ Written by `python tools/build_ablations.py`; do not edit. {origin_text()}
 
 The recipe of [`learned`](learned.md), which is imitation alone, with {learning.imitation.decisions:,}
 decisions, a fifth of what it has, and three seeds; and the same without one part. Baselines alone teach:
-`learned` itself has had the whole recipe. All of them decide with the rule of `learned` (`{RULE}`), and with
+`learned` itself has had the whole recipe. All of them decide with the rule that it had then (`{RULE}`), and with
 its fallback where they have not been trained: node loss, maintenance and pools.
 
 - *no imitation*: all {learning.imitation.decisions + learning.decisions:,} decisions are of PPO, with a learning rate
