@@ -47,6 +47,8 @@ class Admission:
             number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
             if not number or not 0 <= value < math.inf:
                 raise ValueError(f"admission {name} = {value!r}: expected a finite number >= 0")
+        if self.busy > 1.0:
+            raise ValueError(f"admission busy = {self.busy!r}: expected a share of late, 0 to 1")
 
 
 def admission_array(admission: Admission | None) -> NDArray[np.float64]:

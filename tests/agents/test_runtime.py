@@ -363,6 +363,7 @@ def test_an_export_says_what_it_turns_away_and_its_name_can_say_otherwise(tmp_pa
     for name, message in {
         "?late=x": "numbers",
         "?late=-1": "late = -1",
+        "?busy=1.5": "busy = 1.5: expected a share",
         "?late=1&admission=mooncake": "one of both",
     }.items():
         with pytest.raises(ValueError, match=message):
