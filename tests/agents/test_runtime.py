@@ -50,7 +50,7 @@ def test_the_runtime_agrees_with_pytorch_and_onnx_runtime_on_many_views(exported
     pytest.importorskip("onnxruntime")
     scorer, policy, onnx = some_scorer(ALL_KINDS), load_export(exported), OnnxNetwork(exported)
     seen = 0
-    kinds = np.zeros(7)
+    kinds = np.zeros(6)
     for instances in (2, 8, 64):
         envs, observations = views_and_features(64, instances)
         rng = np.random.default_rng(instances)
