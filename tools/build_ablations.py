@@ -31,7 +31,7 @@ from fleetpilot.training.train import EXPORT
 PAGE = Path(__file__).parent.parent / "docs" / "ablations.md"
 RECIPE, SHARE, SEEDS, WINDOWS = "dispatch", 5, (0, 1, 2), 2
 RULE = "late=0.8&cold=2"
-"""Early rejection, as `learned` has it."""
+"""Early rejection of all that are compared; `learned` has had another since."""
 PRIVILEGED = {"predicted_share": 1.0, "predictor_error": 0.0, "poll_interval_s": 0.05, "poll_delay_s": 0.0}
 """Every answer's length is known, and an instance's state as it was 50 ms ago at most."""
 
@@ -165,7 +165,7 @@ Written by `python tools/build_ablations.py`; do not edit. {origin_text()}
 
 The recipe of [`learned`](learned.md), which is imitation alone, with {learning.imitation.decisions:,}
 decisions, a fifth of what it has, and three seeds; and the same without one part. Baselines alone teach:
-`learned` itself has had the whole recipe. All of them decide with the rule that it had then (`{RULE}`), and with
+`learned` itself has had the whole recipe. All of them decide with one rule (`{RULE}`), and with
 its fallback where they have not been trained: node loss, maintenance and pools.
 
 - *no imitation*: all {learning.imitation.decisions + learning.decisions:,} decisions are of PPO, with a learning rate
